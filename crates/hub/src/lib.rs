@@ -1,0 +1,27 @@
+//! Tidegate's decisions. Opens no socket, speaks to no Redis, reads no environment: it knows time
+//! and chance only through tokio's clock, `Clock` and `Dice`.
+//!
+//! In walking order: `limit` (may this attempt cost us an authentication now?) → `auth`,
+//! `revocation` (who, until when?) → `plugin` → `session` (exists only from here) → `channel`
+//! (may this identity hear this?) → `fanout` (whose outboxes?) → `outbox` (can this client keep
+//! up?) → `departure`, `close` (when, with which words?).
+
+pub mod auth;
+pub mod backplane;
+pub mod channel;
+pub mod clock;
+pub mod close;
+pub mod cursor;
+pub mod departure;
+pub mod event;
+pub mod fanout;
+pub mod hub;
+pub mod limit;
+pub mod memory;
+pub mod outbox;
+pub mod plugin;
+pub mod refusal;
+pub mod revocation;
+pub mod session;
+pub mod telemetry;
+pub mod wheel;
