@@ -1,1 +1,4 @@
 //! todo
+
+pub mod frame;
+pub mod probes;
