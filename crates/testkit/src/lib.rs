@@ -1,1 +1,15 @@
-//! todo
+//! What Tidegate's tests share. Everything a test sees of the gateway comes through sockets that
+//! this crate reads with its own few lines, so that a mistake cannot be on both sides.
+//!
+//! `contract` what every backplane must pass · `faults` a backplane that is late, silent or away ·
+//! `redis` a real server to kill, pause and fail over · `proxy` a wire to cut · `gateway` the real
+//! binary · `http`, `sse`, `ws` raw clients.
+
+pub mod contract;
+pub mod faults;
+pub mod gateway;
+pub mod http;
+pub mod proxy;
+pub mod redis;
+pub mod sse;
+pub mod ws;
