@@ -1,10 +1,44 @@
 //! The node: its sessions, its phase, its ways in for the edge, the API and plugins.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+use std::task::Waker;
 use std::time::Duration;
 
-use crate::backplane::{Publish, Published, Revocation, Unavailable};
-use crate::departure::Departure;
+use tokio::sync::{Notify, Semaphore, watch};
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::attach;
+use crate::auth::{Identity, Verifier};
+use crate::backplane::{Backplane, Publish, Published, Revocation, RevocationKey, Unavailable};
+use crate::channel::Channel;
+use crate::clock::{Clock, Dice};
+use crate::close::CloseReason;
+use crate::cursor::{EventId, Since};
+use crate::departure::{Departure, DrainConfig, Who};
+use crate::dispatch;
+use crate::event::{Event, NotJson, Wire};
+use crate::fanout::{Channels, LinkState, Listener, Place};
+use crate::inbound;
+use crate::limit::Seat;
+use crate::message::{self, Hello, Unsubscribed};
+use crate::outbox::Batch;
+use crate::plugin::{Admission, Inbound, Plugins};
+use crate::refusal::{Refusal, RefusalCode};
+use crate::revocation::Revocations;
+use crate::session::{Attention, Deadlines, Held, Session, SessionConfig, SessionInfo, Sub};
+use crate::telemetry::{Metrics, ResumeLabel};
+use crate::wheel::{TICK, Wheel};
+
+const N_SHARDS: usize = 16;
+
+/// Replay reads in flight over the node; the rest waits its turn. 64: enough to keep one Redis
+/// busy, few enough that a storm's reads do not pile up in front of everything else.
+const MAX_READS: usize = 64;
 
 /// Life of the process, watched: tests and drains wait on it, never on sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -61,7 +95,7 @@ pub enum PublishError {
     },
     /// `data` is no JSON: for good.
     #[error(transparent)]
-    NotJson(#[from] crate::event::NotJson),
+    NotJson(#[from] NotJson),
     /// Unknown whether it was stored: repeat with the same key.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
@@ -92,6 +126,11 @@ impl GatewayHandle {
         self.hub.load()
     }
 
+    /// This node's name.
+    pub fn node(&self) -> &str {
+        &self.hub.config.node
+    }
+
     /// Revokes on every node; kept for `ttl`.
     ///
     /// # Errors
@@ -106,23 +145,640 @@ impl GatewayHandle {
     }
 }
 
+/// What a hub is told at its birth.
+#[derive(Clone, Debug)]
+pub struct HubConfig {
+    /// This node's name, unique over the fleet.
+    pub node: Arc<str>,
+    /// `GATEWAY_MAX_SESSIONS` in force.
+    pub capacity: usize,
+    /// `GATEWAY_MAX_CHANNELS`, per session.
+    pub max_channels: usize,
+    /// `GATEWAY_MAX_MESSAGE`, bytes of an event's `data`.
+    pub max_message: usize,
+    /// `GATEWAY_REPLAY_MAX`, events.
+    pub replay_max: usize,
+    /// `GATEWAY_AUTH_TIMEOUT`: a later subscribe is answered within it.
+    pub auth_timeout: Duration,
+    /// `GATEWAY_MAX_AGE_MIN` and `_MAX`; `None`: nobody is recycled.
+    pub max_age: Option<(Duration, Duration)>,
+    /// How a drain goes.
+    pub drain: DrainConfig,
+    /// What every session obeys.
+    pub session: SessionConfig,
+}
+
+/// What a hub is built from.
+pub struct Parts {
+    /// Its settings.
+    pub config: HubConfig,
+    /// The shared world.
+    pub backplane: Arc<dyn Backplane>,
+    /// Whose tokens count.
+    pub verifier: Arc<Verifier>,
+    /// What is known of revoked tokens.
+    pub revocations: Arc<Revocations>,
+    /// The extensions.
+    pub plugins: Plugins,
+    /// The figures.
+    pub metrics: Arc<Metrics>,
+    /// Time.
+    pub clock: Clock,
+    /// Chance.
+    pub dice: Dice,
+}
+
+/// Who wants a session, after admission agreed.
+pub struct Newcomer {
+    /// Who it is.
+    pub identity: Arc<Identity>,
+    /// The transport.
+    pub wire: Wire,
+    /// The client's address.
+    pub address: IpAddr,
+    /// What it will hear from the start (`Hub::channels_for`).
+    pub channels: Vec<Channel>,
+    /// From where.
+    pub since: Since,
+    /// Which protocol.
+    pub admission: Admission,
+    /// Its place among the node's sessions.
+    pub seat: Seat,
+}
+
 /// The node.
-pub struct Hub {}
+pub struct Hub {
+    pub(crate) config: HubConfig,
+    pub(crate) backplane: Arc<dyn Backplane>,
+    pub(crate) verifier: Arc<Verifier>,
+    pub(crate) revocations: Arc<Revocations>,
+    pub(crate) plugins: Plugins,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) clock: Clock,
+    pub(crate) dice: Dice,
+    pub(crate) channels: Channels,
+    pub(crate) place: Place,
+    pub(crate) reads: Semaphore,
+    pub(crate) tasks: TaskTracker,
+    pub(crate) stop: CancellationToken,
+    sessions: [Mutex<HashMap<Arc<str>, Arc<Session>>>; N_SHARDS],
+    n_sessions: AtomicUsize,
+    emptied: Notify,
+    wheel: Wheel,
+    phase: watch::Sender<Phase>,
+    /// Set once the closes of a drain begin: nobody is let in any more.
+    is_closed: AtomicBool,
+    /// Opening takes it shared, the begin of a drain's closes exclusively: nobody slips between.
+    door: RwLock<()>,
+    relinked: AtomicU64,
+}
 
 impl Hub {
-    async fn publish(&self, _event: Publish) -> Result<Published, PublishError> {
-        todo!()
+    /// A hub in phase `Starting`; `start` sets it going.
+    pub fn new(parts: Parts) -> Arc<Self> {
+        parts.metrics.phase(Phase::Starting);
+        Arc::new(Self {
+            channels: Channels::new(parts.backplane.clone()),
+            place: Place::new(),
+            reads: Semaphore::new(MAX_READS),
+            tasks: TaskTracker::new(),
+            stop: CancellationToken::new(),
+            sessions: Default::default(),
+            n_sessions: AtomicUsize::new(0),
+            emptied: Notify::new(),
+            wheel: Wheel::new(),
+            phase: watch::Sender::new(Phase::Starting),
+            is_closed: AtomicBool::new(false),
+            door: RwLock::new(()),
+            relinked: AtomicU64::new(0),
+            config: parts.config,
+            backplane: parts.backplane,
+            verifier: parts.verifier,
+            revocations: parts.revocations,
+            plugins: parts.plugins,
+            metrics: parts.metrics,
+            clock: parts.clock,
+            dice: parts.dice,
+        })
     }
-    fn depart(&self, _departure: Departure) -> usize {
-        todo!()
+
+    /// Starts the dispatcher, the wheel and the plugins' own tasks. Called once.
+    pub fn start(self: &Arc<Self>) {
+        let link = self.backplane.link();
+        self.tasks.spawn(dispatch::run(self.clone(), link));
+        self.tasks.spawn(turn_wheel(self.clone()));
+        for plugin in self.plugins.iter() {
+            let running = plugin.clone().run(self.handle(), self.stop.clone());
+            let stop = self.stop.clone();
+            self.tasks.spawn(async move {
+                tokio::select! {
+                    () = running => {}
+                    () = stop.cancelled() => {}
+                }
+            });
+        }
     }
-    fn load(&self) -> Load {
-        todo!()
+
+    /// For the API and plugins.
+    pub fn handle(self: &Arc<Self>) -> GatewayHandle {
+        GatewayHandle { hub: self.clone() }
     }
-    async fn revoke(&self, _revocation: Revocation, _ttl: Duration) -> Result<(), Unavailable> {
-        todo!()
+
+    // ---- phases
+
+    /// The phase now.
+    pub fn phase(&self) -> Phase {
+        *self.phase.borrow()
     }
-    fn drain(&self) {
-        todo!()
+
+    /// Watches the phase.
+    pub fn phases(&self) -> watch::Receiver<Phase> {
+        self.phase.subscribe()
+    }
+
+    /// The node is open for business. No effect once it drains.
+    pub fn serve(&self) {
+        self.move_to(Phase::Serving);
+    }
+
+    /// Starts the drain: readiness falls at once, see `departure::drain`. Again is harmless.
+    pub fn drain(&self) {
+        self.move_to(Phase::Draining);
+    }
+
+    pub(crate) fn move_to(&self, to: Phase) {
+        let moved = self.phase.send_if_modified(|phase| {
+            let forward = to > *phase;
+            if forward {
+                *phase = to;
+            }
+            forward
+        });
+        if moved {
+            self.metrics.phase(to);
+            tracing::info!(phase = to.word(), sessions = self.load().n_sessions, "phase");
+        }
+    }
+
+    /// From here on nobody is let in.
+    pub(crate) fn close_door(&self) {
+        let _closing = self.door.write().expect("no panic at the door");
+        self.is_closed.store(true, Ordering::SeqCst);
+    }
+
+    /// Are newcomers refused with `draining`?
+    pub fn is_door_closed(&self) -> bool {
+        self.is_closed.load(Ordering::SeqCst)
+    }
+
+    /// Stops the node's own tasks and waits for them. The sessions have been emptied before.
+    pub async fn shut_down(&self) {
+        self.move_to(Phase::Stopped);
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+
+    // ---- sessions
+
+    /// The channels a newcomer hears from the start: those of its token that no plugin denies, and
+    /// those it asks for.
+    ///
+    /// # Errors
+    /// `forbidden` for a bad name or one not granted, `too_many_channels` over the limit.
+    pub fn channels_for(&self, identity: &Identity, asked: &[String]) -> Result<Vec<Channel>, Refusal> {
+        let granted = |channel: &&Channel| self.plugins.may_subscribe(identity, channel);
+        let mut channels: Vec<Channel> = identity.grants.joined.iter().filter(granted).cloned().collect();
+        for name in asked {
+            let allowed = Channel::new(name).ok().filter(|channel| granted(&channel));
+            let channel = allowed.ok_or_else(|| {
+                Refusal::new(RefusalCode::Forbidden, "a channel asked for in the query is not granted by this token")
+            })?;
+            if !channels.contains(&channel) {
+                channels.push(channel);
+            }
+        }
+        if channels.len() > self.config.max_channels {
+            let detail = format!("a session hears at most {} channels (GATEWAY_MAX_CHANNELS)", self.config.max_channels);
+            return Err(Refusal::new(RefusalCode::TooManyChannels, detail));
+        }
+        Ok(channels)
+    }
+
+    /// Opens a session: `hello` is its first message; what it hears follows once history was read.
+    ///
+    /// # Errors
+    /// `draining` where the drain's closes began meanwhile.
+    pub fn open(self: &Arc<Self>, newcomer: Newcomer) -> Result<Open, Refusal> {
+        let _open = self.door.read().expect("no panic at the door");
+        if self.is_door_closed() {
+            let after = self.dice.between(Duration::from_secs(1), Duration::from_secs(3));
+            return Err(Refusal::retry(RefusalCode::Draining, "this node is leaving", after));
+        }
+        let info = SessionInfo {
+            id: format!("{:016x}", self.dice.bits()).into(),
+            identity: newcomer.identity,
+            wire: newcomer.wire,
+            address: newcomer.address,
+            opened_at: Instant::now(),
+            admission: newcomer.admission,
+        };
+        let deadlines = self.deadlines(&info.identity);
+        let session = Arc::new(Session::new(info, Some(newcomer.seat), deadlines, &self.config.session, &self.dice));
+        self.register(&session);
+        let open = Open { hub: self.clone(), session };
+        if newcomer.admission == Admission::Standard {
+            open.session.say(&self.hello(&open.session, &newcomer.channels));
+            for channel in &newcomer.channels {
+                self.join_channel(&open.session, channel, None);
+            }
+            self.tasks.spawn(attach::open(self.clone(), open.session.clone(), newcomer.since));
+        }
+        self.arm(&open.session);
+        Ok(open)
+    }
+
+    fn hello(&self, session: &Session, channels: &[Channel]) -> message::Message {
+        let identity = &session.info.identity;
+        let backoff = self.config.session.reconnect;
+        message::hello(&Hello {
+            session: &session.info.id,
+            node: &self.config.node,
+            user: identity.user.as_deref(),
+            channels,
+            heartbeat: self.config.session.heartbeat,
+            expires_at: identity.expires_at.map(|at| at.as_secs()),
+            reconnect: backoff,
+            retry: self.dice.between(Duration::from_secs(1).min(backoff.first_max), backoff.first_max),
+        })
+    }
+
+    fn register(&self, session: &Arc<Session>) {
+        let shard = &self.sessions[shard_of(&session.info.id)];
+        shard.lock().expect("no panic while a shard is held").insert(session.info.id.clone(), session.clone());
+        self.n_sessions.fetch_add(1, Ordering::SeqCst);
+        self.metrics.session_opened(session.info.wire);
+        self.plugins.opened(&session.info);
+    }
+
+    /// The session is over, whatever ended it; counts exactly one reason. Idempotent.
+    fn bury(&self, session: &Arc<Session>, fallback: CloseReason) {
+        let Some((reason, subs)) = session.lock().bury(fallback) else { return };
+        for (channel, slot) in subs {
+            self.channels.unlisten(&channel, slot);
+        }
+        let shard = &self.sessions[shard_of(&session.info.id)];
+        shard.lock().expect("no panic while a shard is held").remove(&session.info.id);
+        self.metrics.session_closed(session.info.wire, reason);
+        if session.lock().resumed.is_none() {
+            self.metrics.session_ready(session.info.wire, ResumeLabel::None);
+        }
+        self.plugins.closed(&session.info, reason);
+        let age = session.info.opened_at.elapsed();
+        tracing::debug!(session = &*session.info.id, reason = reason.word(), age_s = age.as_secs(), "session over");
+        if self.n_sessions.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.emptied.notify_waiters();
+        }
+    }
+
+    pub(crate) fn all_sessions(&self) -> Vec<Arc<Session>> {
+        let mut all = Vec::with_capacity(self.n_sessions.load(Ordering::SeqCst));
+        for shard in &self.sessions {
+            all.extend(shard.lock().expect("no panic while a shard is held").values().cloned());
+        }
+        all
+    }
+
+    /// Waits until no session is open.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost.
+    pub async fn emptied(&self) {
+        loop {
+            let told = self.emptied.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            if self.n_sessions.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            told.await;
+        }
+    }
+
+    /// How full the node is.
+    pub fn load(&self) -> Load {
+        Load { n_sessions: self.n_sessions.load(Ordering::SeqCst), capacity: self.config.capacity, phase: self.phase() }
+    }
+
+    /// Ends a session now, with its words.
+    pub(crate) fn end(&self, session: &Arc<Session>, reason: CloseReason) {
+        if session.end(reason, self.place.position(), &self.config.session, &self.dice) {
+            self.arm(session);
+        }
+    }
+
+    pub(crate) fn session_position(&self, session: &Session) -> Option<EventId> {
+        let node = self.place.position();
+        let mut state = session.lock();
+        (state.position > EventId::ZERO).then(|| state.position_with(node))
+    }
+
+    // ---- channels of a session
+
+    /// Listens for a session; with `pending` the channel is one of a later `subscribe`.
+    pub(crate) fn join_channel(&self, session: &Arc<Session>, channel: &Channel, pending: Option<Box<Held>>) {
+        let sub = {
+            let mut state = session.lock();
+            if state.is_over() || state.find(channel).is_some() {
+                return;
+            }
+            let sub = state.subs.iter().position(Option::is_none).unwrap_or(state.subs.len());
+            let place = Some(Sub { channel: channel.clone(), slot: usize::MAX, floor: EventId::ZERO, pending });
+            if sub == state.subs.len() {
+                state.subs.push(place);
+            } else {
+                state.subs[sub] = place;
+            }
+            sub
+        };
+        let slot = self.channels.listen(channel, Listener { session: session.clone(), sub });
+        let mut state = session.lock();
+        match state.subs.get_mut(sub).and_then(Option::as_mut).filter(|s| s.channel == *channel) {
+            Some(sub) => sub.slot = slot,
+            // The session ended in between.
+            None => {
+                drop(state);
+                self.channels.unlisten(channel, slot);
+            }
+        }
+    }
+
+    pub(crate) fn leave_channel(&self, session: &Session, channel: &Channel) {
+        let left = {
+            let mut state = session.lock();
+            state.find(channel).and_then(|index| state.subs[index].take())
+        };
+        if let Some(sub) = left {
+            self.channels.unlisten(channel, sub.slot);
+        }
+    }
+
+    pub(crate) fn replace_identity(self: &Arc<Self>, session: &Arc<Session>, identity: &Arc<Identity>) {
+        let deadlines = self.deadlines(identity);
+        {
+            let mut state = session.lock();
+            state.identity = identity.clone();
+            state.set_token_end(deadlines.token_at, deadlines.expiring_at);
+        }
+        inbound::withdraw(self, session, Unsubscribed::Grant);
+        self.arm(session);
+    }
+
+    /// Draws a session's deadlines. The token's: `exp − U(0, 0.2·remaining)`, with less than a
+    /// minute remaining `exp` itself, so that tokens minted together do not end together.
+    fn deadlines(&self, identity: &Identity) -> Deadlines {
+        let now = Instant::now();
+        let age_at = self.config.max_age.map(|(min, max)| now + self.dice.between(min, max));
+        let Some(remaining) = identity.expires_at.map(|at| at.saturating_sub(self.clock.unix())) else {
+            return Deadlines { age_at, ..Deadlines::default() };
+        };
+        let life = if remaining < Duration::from_secs(60) {
+            remaining
+        } else {
+            remaining.mul_f64(1.0 - 0.2 * self.dice.unit())
+        };
+        let warning = Duration::from_secs(60).min(life / 2);
+        Deadlines { age_at, token_at: Some(now + life), expiring_at: Some(now + life - warning) }
+    }
+
+    // ---- leaving
+
+    /// Asks sessions to leave: the i-th of n at `(i + U(0,1))·over/n`. Returns how many were asked.
+    pub fn depart(&self, departure: Departure) -> usize {
+        let mut leaving: Vec<_> = self.all_sessions().into_iter().filter(|s| departure.who.is(&s.info)).collect();
+        // By chance, not by age: an order would send whole cohorts together.
+        for i in (1..leaving.len()).rev() {
+            leaving.swap(i, (self.dice.bits() % (i as u64 + 1)) as usize);
+        }
+        let now = Instant::now();
+        let slot = departure.over.div_f64(leaving.len().max(1) as f64);
+        let mut asked = 0;
+        for (i, session) in leaving.iter().enumerate() {
+            let at = now + slot.mul_f64(i as f64 + self.dice.unit());
+            if session.lock().ask_to_leave(at, departure.reason) {
+                asked += 1;
+                self.arm(session);
+            }
+        }
+        asked
+    }
+
+    /// Drops the sockets of all that are still here; returns how many.
+    pub(crate) fn cut_all(&self) -> usize {
+        let left = self.all_sessions();
+        for session in &left {
+            session.cut(CloseReason::Drain);
+        }
+        left.len()
+    }
+
+    /// A revocation that reached this node: open sessions that it names end.
+    pub(crate) fn revoked(&self, revocation: &Revocation) {
+        self.revocations.note(revocation);
+        for session in self.all_sessions() {
+            if is_named(revocation, &session.lock().identity) {
+                self.end(&session, CloseReason::Revoked);
+            }
+        }
+    }
+
+    async fn revoke(&self, revocation: Revocation, ttl: Duration) -> Result<(), Unavailable> {
+        self.backplane.revoke(revocation, ttl).await
+    }
+
+    async fn publish(&self, event: Publish) -> Result<Published, PublishError> {
+        let event = self.plugins.publishing(event).ok_or(PublishError::Dropped)?;
+        if event.data.len() > self.config.max_message {
+            return Err(PublishError::TooLarge { size: event.data.len(), max: self.config.max_message });
+        }
+        Event::check_data(&event.data)?;
+        let published = self.backplane.publish(event).await?;
+        if !published.duplicate {
+            self.metrics.published();
+        }
+        Ok(published)
+    }
+
+    // ---- the link
+
+    /// Another incarnation of the log was seen: the link is made anew, once per generation.
+    pub(crate) fn relink(&self, seen: LinkState) {
+        if self.relinked.fetch_max(seen.generation + 1, Ordering::SeqCst) <= seen.generation {
+            self.place.set(|link| link.is_live = link.is_live && link.generation != seen.generation);
+            self.backplane.relink();
+        }
+    }
+
+    /// As `relink`, then waits a moment for the link to change.
+    pub(crate) async fn disagree(&self, seen: LinkState) {
+        self.relink(seen);
+        let changed = async {
+            let mut links = self.place.changes();
+            let _ = links.wait_for(|link| *link != seen).await;
+        };
+        let _ = tokio::time::timeout(Duration::from_secs(1), changed).await;
+    }
+
+    // ---- the wheel
+
+    /// Has the wheel look at the session when it next must.
+    pub(crate) fn arm(&self, session: &Arc<Session>) {
+        let due = session.next_due(Instant::now(), &self.config.session);
+        self.schedule(session, due);
+    }
+
+    fn schedule(&self, session: &Arc<Session>, due: Instant) {
+        let tick = self.wheel.tick_at(due);
+        let mut state = session.lock();
+        if tick < state.scheduled {
+            state.scheduled = tick;
+            drop(state);
+            self.wheel.add(tick, Arc::downgrade(session));
+        }
+    }
+
+    fn turn(&self, now: Instant) {
+        for (tick, sessions) in self.wheel.due(now) {
+            for session in sessions.iter().filter_map(std::sync::Weak::upgrade) {
+                {
+                    let mut state = session.lock();
+                    // An entry that an earlier one has overtaken.
+                    if state.scheduled != tick {
+                        continue;
+                    }
+                    state.scheduled = crate::wheel::Tick::MAX;
+                }
+                let next = session.on_time(now, self.place.position(), &self.config.session, &self.dice);
+                // Never the tick that was just handled.
+                self.schedule(&session, next.max(now + Duration::from_millis(1)));
+            }
+        }
+    }
+
+    /// Sums what waits in all outboxes into the gauge.
+    fn gauge_outboxes(&self, last: &mut i64) {
+        let bytes: usize = self.all_sessions().iter().map(|s| s.lock().outbox.bytes()).sum();
+        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+        self.metrics.outbox_bytes(bytes - *last);
+        *last = bytes;
+    }
+}
+
+fn shard_of(id: &str) -> usize {
+    id.as_bytes().last().map_or(0, |b| usize::from(*b)) % N_SHARDS
+}
+
+fn is_named(revocation: &Revocation, identity: &Identity) -> bool {
+    match &revocation.key {
+        RevocationKey::Jti(jti) => identity.jti.as_ref() == Some(jti),
+        RevocationKey::Sid(sid) => identity.sid.as_ref() == Some(sid),
+        RevocationKey::Sub(sub) => identity.user.as_ref() == Some(sub) && identity.issued_at <= revocation.before,
+    }
+}
+
+impl Who {
+    fn is(&self, session: &SessionInfo) -> bool {
+        match self {
+            Who::All => true,
+            Who::User(user) => session.identity.user.as_ref() == Some(user),
+            Who::Session(id) => session.id == *id,
+        }
+    }
+}
+
+async fn turn_wheel(hub: Arc<Hub>) {
+    let mut ticks = interval(TICK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let (mut n, mut outboxes) = (0u64, 0);
+    loop {
+        tokio::select! {
+            _ = ticks.tick() => {}
+            () = hub.stop.cancelled() => return,
+        }
+        hub.turn(Instant::now());
+        n += 1;
+        if n.is_multiple_of(50) {
+            hub.gauge_outboxes(&mut outboxes);
+        }
+    }
+}
+
+/// An open session in the hands of its driver. Dropping it closes the books, whatever happened to
+/// the driver: `opened` and `closed` pair exactly.
+pub struct Open {
+    hub: Arc<Hub>,
+    session: Arc<Session>,
+}
+
+impl Open {
+    /// The session.
+    pub fn session(&self) -> &Arc<Session> {
+        &self.session
+    }
+
+    /// See `Session::attend`.
+    pub fn attend(&self, waker: &Waker, batch: &mut Batch) -> Attention {
+        self.session.attend(waker, batch)
+    }
+
+    /// The kernel took `n` bytes, or wants no more for the moment.
+    pub fn progress(&self, n: usize, is_blocked: bool) {
+        if self.session.progress(n, is_blocked, Instant::now()) {
+            self.hub.arm(&self.session);
+        }
+    }
+
+    /// Events whose last byte went to the kernel; `ids` of logged ones measure the delivery.
+    pub fn delivered(&self, n: u64, newest: Option<EventId>) {
+        self.hub.metrics.delivered(self.session.info.wire, n);
+        if let Some(id) = newest {
+            let published = Duration::from_millis(id.ms);
+            self.hub.metrics.delivery_seconds(self.hub.clock.unix().saturating_sub(published).as_secs_f64());
+        }
+    }
+
+    /// A whole message from the client.
+    pub fn received(&self, message: Inbound) {
+        inbound::received(&self.hub, &self.session, message);
+    }
+
+    /// A ping: answered like an event, so that a peer who does not read is slow.
+    pub fn pinged(&self, pong: bytes::Bytes) {
+        self.session.send(pong);
+        if self.session.is_over(self.hub.config.session.outbox_bytes) {
+            self.end(CloseReason::Slow);
+        }
+    }
+
+    /// The client closed.
+    pub fn client_closed(&self, code: Option<u16>) {
+        self.session.client_closed(code, &self.hub.config.session);
+        self.hub.arm(&self.session);
+    }
+
+    /// Ends it now.
+    pub fn end(&self, reason: CloseReason) {
+        self.hub.end(&self.session, reason);
+    }
+
+    /// The longest message that is taken from a client, bytes.
+    pub fn max_message(&self) -> usize {
+        self.hub.config.max_message
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.hub.bury(&self.session, CloseReason::Lost);
     }
 }

@@ -6,6 +6,7 @@
 //! (may this identity hear this?) → `fanout` (whose outboxes?) → `outbox` (can this client keep
 //! up?) → `departure`, `close` (when, with which words?).
 
+mod attach;
 pub mod auth;
 pub mod backplane;
 pub mod channel;
@@ -13,11 +14,14 @@ pub mod clock;
 pub mod close;
 pub mod cursor;
 pub mod departure;
+mod dispatch;
 pub mod event;
-pub mod fanout;
+mod fanout;
 pub mod hub;
+mod inbound;
 pub mod limit;
 pub mod memory;
+pub mod message;
 pub mod outbox;
 pub mod plugin;
 pub mod refusal;

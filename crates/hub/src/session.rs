@@ -1,12 +1,39 @@
-//! One client's session.
+//! One client's session: what it may still be sent, and when it must go.
+//!
+//! Decides: what of a live event is taken, held back or dropped (rules *floor* and *hold* of the
+//! log), when the outbox is too full, when a sign of life is overdue, when the session leaves and
+//! with which words. Knows no socket: the edge's driver calls `attend`, `progress`, `heard` and
+//! `gone`; the hub's wheel calls `on_time`. What a client asks for is `inbound`'s, how history is
+//! replayed is `attach`'s.
 
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::Waker;
+use std::time::Duration;
 
+use futures_util::task::AtomicWaker;
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::auth::Identity;
-use crate::event::Wire;
+use crate::channel::Channel;
+use crate::clock::Dice;
+use crate::close::{CloseReason, PlannedCodes};
+use crate::cursor::EventId;
+use crate::event::{Encoded, LAST_CHUNK, Wire, frame};
+use crate::inbound::Asks;
+use crate::limit::Seat;
+use crate::message::{self, Backoff, Message, Resume};
+use crate::outbox::{Batch, Item, Outbox};
+use crate::plugin::Admission;
+use crate::wheel::Tick;
+
+/// At most so many bytes of live events wait while a session's history is read. What does not fit
+/// is read from the log again. 256 KiB: a quarter of the default outbox.
+const MAX_HELD_BYTES: usize = 256 * 1024;
+
+/// Nobody stays longer than this beyond its age for being busy (contract: maximum + 90 s).
+pub const MAX_POSTPONED: Duration = Duration::from_secs(90);
 
 /// What is fixed when a session opens.
 #[derive(Clone, Debug)]
@@ -21,4 +48,669 @@ pub struct SessionInfo {
     pub address: IpAddr,
     /// When it opened.
     pub opened_at: Instant,
+    /// The contract's protocol, or a plugin's own.
+    pub admission: Admission,
+}
+
+/// What every session of a node obeys.
+#[derive(Clone, Debug)]
+pub struct SessionConfig {
+    /// `GATEWAY_OUTBOX_BYTES`: more than this never waits for a client, the coming event counted.
+    pub outbox_bytes: usize,
+    /// `GATEWAY_WRITE_TIMEOUT`: bytes that the kernel does not take for so long end the session.
+    pub write_timeout: Duration,
+    /// `GATEWAY_CLOSE_TIMEOUT`: from `bye` to the cut.
+    pub close_timeout: Duration,
+    /// `GATEWAY_HEARTBEAT`.
+    pub heartbeat: Duration,
+    /// `GATEWAY_HEARTBEAT_TIMEOUT`: after a ping without any sign of life.
+    pub heartbeat_timeout: Duration,
+    /// A position is sent when no id went out for so long: min(history TTL / 4, 5 min).
+    pub position_every: Duration,
+    /// `GATEWAY_CLIENT_RATE`, messages a second.
+    pub client_rate: f64,
+    /// `GATEWAY_CLIENT_BURST`, messages.
+    pub client_burst: f64,
+    /// Close codes of the planned endings.
+    pub planned: PlannedCodes,
+    /// What clients are told about coming back.
+    pub reconnect: Backoff,
+}
+
+/// One client's session. The lock is held for a few lines at a time, never across a wait, and
+/// never together with another.
+pub struct Session {
+    /// What is fixed.
+    pub info: SessionInfo,
+    waker: AtomicWaker,
+    state: Mutex<State>,
+}
+
+/// How far a session's life has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// `hello` is out, history is being read; live events are held back.
+    Opening,
+    /// `ready` is out.
+    Live,
+    /// A plugin's own protocol: no channels, no ready.
+    Raw,
+    /// `bye` is queued; nothing follows it.
+    Closing,
+    /// Over; the books are closed.
+    Gone,
+}
+
+/// What a driver is to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attention {
+    /// Write the batch; then wait.
+    Serve,
+    /// Write the batch, then end: wait for the peer at most until `on_time` says `Cut`.
+    Close,
+    /// Drop the socket now.
+    Cut,
+}
+
+pub(crate) struct Held {
+    pub events: Vec<Arc<Encoded>>,
+    bytes: usize,
+    /// Highest id that did not fit: the log must be read again beyond it.
+    pub missed: EventId,
+}
+
+impl Held {
+    pub fn new() -> Self {
+        Self { events: Vec::new(), bytes: 0, missed: EventId::ZERO }
+    }
+
+    pub fn push(&mut self, event: &Arc<Encoded>) {
+        let size = event.event.data.len() + 128;
+        if self.bytes + size > MAX_HELD_BYTES {
+            // Ephemeral events have no log to be read again from; they are for who keeps up.
+            self.missed = self.missed.max(event.event.id.unwrap_or(EventId::ZERO));
+            return;
+        }
+        self.bytes += size;
+        self.events.push(event.clone());
+    }
+
+    pub fn clear(&mut self) {
+        *self = Self::new();
+    }
+}
+
+/// A channel of a session.
+pub(crate) struct Sub {
+    pub channel: Channel,
+    /// Its place among the channel's listeners.
+    pub slot: usize,
+    /// Nothing at or below this is delivered on this channel.
+    pub floor: EventId,
+    /// A later `subscribe` whose history is being read.
+    pub pending: Option<Box<Held>>,
+}
+
+struct Ending {
+    reason: CloseReason,
+    close_by: Instant,
+}
+
+pub(crate) struct State {
+    pub stage: Stage,
+    /// Every logged event ≤ this on the session's channels has been queued or lies before its
+    /// cursor. `ZERO` until history was read.
+    pub position: EventId,
+    pub outbox: Outbox,
+    pub held: Option<Box<Held>>,
+    pub subs: Vec<Option<Sub>>,
+    pub identity: Arc<Identity>,
+    /// What the client asked for and has not got yet.
+    pub asks: Option<Box<Asks>>,
+    /// Told whenever the outbox drained, the stage changed or the session ended; exists only while
+    /// somebody reads history for this session.
+    progress: Option<Arc<Notify>>,
+    ending: Option<Ending>,
+    is_cut: bool,
+    /// The driver must throw away what it has not begun to write.
+    discard: bool,
+    age_at: Option<Instant>,
+    token_at: Option<Instant>,
+    expiring_at: Option<Instant>,
+    ask: Option<(Instant, CloseReason)>,
+    busy_until: Option<Instant>,
+    postponed: Duration,
+    next_beat: Instant,
+    alive_by: Option<Instant>,
+    blocked_since: Option<Instant>,
+    id_sent_at: Instant,
+    message_tokens: f64,
+    message_at: Instant,
+    /// The wheel's tick at which this session is looked at next.
+    pub scheduled: Tick,
+    /// How the cursor was honoured, once `ready` is out.
+    pub resumed: Option<Resume>,
+    /// Held until the session's end, so that the books balance whatever is cancelled where.
+    pub seat: Option<Seat>,
+}
+
+/// The deadlines a session is born with.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Deadlines {
+    /// End of its age.
+    pub age_at: Option<Instant>,
+    /// The token's end, drawn.
+    pub token_at: Option<Instant>,
+    /// When the client is told that its token ends.
+    pub expiring_at: Option<Instant>,
+}
+
+/// What became of an event offered to a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Offered {
+    /// Queued.
+    Taken,
+    /// Held back, or not for this session.
+    Passed,
+    /// It did not fit: the session is being ended as `slow`.
+    Overflowed,
+}
+
+impl Session {
+    pub(crate) fn new(info: SessionInfo, seat: Option<Seat>, deadlines: Deadlines, config: &SessionConfig, dice: &Dice) -> Self {
+        let now = info.opened_at;
+        let stage = match info.admission {
+            Admission::Standard => Stage::Opening,
+            Admission::Raw => Stage::Raw,
+        };
+        let state = State {
+            stage,
+            position: EventId::ZERO,
+            outbox: Outbox::default(),
+            held: (stage == Stage::Opening).then(|| Box::new(Held::new())),
+            subs: Vec::new(),
+            identity: info.identity.clone(),
+            asks: None,
+            progress: None,
+            ending: None,
+            is_cut: false,
+            discard: false,
+            age_at: deadlines.age_at,
+            token_at: deadlines.token_at,
+            expiring_at: deadlines.expiring_at,
+            ask: None,
+            busy_until: None,
+            postponed: Duration::ZERO,
+            // The first beat is drawn, so that a crowd that came together does not beat together.
+            next_beat: now + dice.between(config.heartbeat / 2, config.heartbeat),
+            alive_by: None,
+            blocked_since: None,
+            id_sent_at: now,
+            message_tokens: config.client_burst,
+            message_at: now,
+            scheduled: Tick::MAX,
+            resumed: None,
+            seat,
+        };
+        Self { info, waker: AtomicWaker::new(), state: Mutex::new(state) }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic while a session is held")
+    }
+
+    pub(crate) fn wake(&self) {
+        self.waker.wake();
+    }
+
+    /// Queues a message of this session's own and wakes its driver.
+    pub(crate) fn say(&self, m: &Message) {
+        let framed = m.on(self.info.wire);
+        self.lock().push_own(framed, self.info.wire);
+        self.wake();
+    }
+
+    /// A live event of one of its channels (`sub` is the channel's place in `State::subs`).
+    pub(crate) fn offer(&self, event: &Arc<Encoded>, sub: usize, cap: usize) -> Offered {
+        let offered = self.lock().offer(event, sub, self.info.wire, cap);
+        if offered == Offered::Taken {
+            self.wake();
+        }
+        offered
+    }
+
+    // ---- the driver's side
+
+    /// Registers the driver and hands over what is to be written, if `batch` is empty.
+    pub fn attend(&self, waker: &Waker, batch: &mut Batch) -> Attention {
+        self.waker.register(waker);
+        let mut state = self.lock();
+        if state.is_cut || state.stage == Stage::Gone {
+            return Attention::Cut;
+        }
+        if std::mem::take(&mut state.discard) {
+            let n = batch.discard_unbegun(self.info.wire);
+            state.outbox.written(n);
+        }
+        if batch.is_empty() && !state.outbox.is_empty() {
+            *batch = state.outbox.take();
+        }
+        match state.ending {
+            Some(_) => Attention::Close,
+            None => Attention::Serve,
+        }
+    }
+
+    /// The kernel took `n` bytes at `now`; `is_blocked` says that it wants no more for the moment.
+    /// Returns whether the wheel must look again (a write deadline began).
+    pub fn progress(&self, n: usize, is_blocked: bool, now: Instant) -> bool {
+        let mut state = self.lock();
+        state.outbox.written(n);
+        let began = is_blocked && (n > 0 || state.blocked_since.is_none());
+        state.blocked_since = match (is_blocked, n) {
+            (false, _) => None,
+            (true, 0) => state.blocked_since.or(Some(now)),
+            (true, _) => Some(now),
+        };
+        if n > 0 && state.outbox.bytes() == 0 {
+            state.tell_progress();
+        }
+        began
+    }
+
+    /// Bytes came from the client: a sign of life.
+    pub fn heard(&self) {
+        self.lock().alive_by = None;
+    }
+
+    /// Queues a frame of this session's own (a pong, a plugin's answer). It counts like an event:
+    /// see `is_over`.
+    pub fn send(&self, framed: bytes::Bytes) {
+        let mut state = self.lock();
+        if state.ending.is_none() {
+            state.push_own(framed, self.info.wire);
+        }
+        drop(state);
+        self.wake();
+    }
+
+    /// Does more wait than `cap`? Then the client does not read what it asked for.
+    pub fn is_over(&self, cap: usize) -> bool {
+        self.lock().outbox.bytes() > cap
+    }
+
+    /// Ends the session: queues `bye` and the close (or cuts). The first reason counts; returns
+    /// whether it was this one. `node` is the node's position (for `bye.id`).
+    pub fn end(&self, reason: CloseReason, node: EventId, config: &SessionConfig, dice: &Dice) -> bool {
+        let (low, high) = reason.after_range(config.reconnect.first_max);
+        let after = dice.between(low, high);
+        let ended = self.lock().end(&self.info, reason, after, node, config);
+        if ended {
+            self.wake();
+        }
+        ended
+    }
+
+    /// The client closed (WebSocket): echo its code, then end.
+    pub fn client_closed(&self, code: Option<u16>, config: &SessionConfig) {
+        let mut state = self.lock();
+        if state.ending.is_some() {
+            return;
+        }
+        let payload = code.map(u16::to_be_bytes);
+        state.push_own(frame(0x8, payload.as_ref().map_or(&[], |p| p)), self.info.wire);
+        state.close(CloseReason::Client, Instant::now() + config.close_timeout);
+        drop(state);
+        self.wake();
+    }
+
+    /// Drops the socket; what was not said stays unsaid.
+    pub(crate) fn cut(&self, reason: CloseReason) {
+        self.lock().cut(reason);
+        self.wake();
+    }
+
+    /// Why it ended or is ending.
+    pub fn ending(&self) -> Option<CloseReason> {
+        self.lock().ending.as_ref().map(|e| e.reason)
+    }
+
+    // ---- the wheel's side
+
+    /// What is due at `now`. Returns the next instant at which the session must be looked at.
+    pub(crate) fn on_time(&self, now: Instant, node: EventId, config: &SessionConfig, dice: &Dice) -> Instant {
+        let due = self.lock().due(now, config);
+        match due {
+            Some(Due::Cut(reason)) => {
+                self.lock().cut(reason);
+                self.wake();
+            }
+            Some(Due::Leave(reason)) => {
+                self.end(reason, node, config, dice);
+            }
+            None => {
+                let mut state = self.lock();
+                if state.on_beat(now, &self.info, node, config) {
+                    drop(state);
+                    self.wake();
+                }
+            }
+        }
+        self.lock().next_due(now, config)
+    }
+
+    /// When the session must be looked at next.
+    pub(crate) fn next_due(&self, now: Instant, config: &SessionConfig) -> Instant {
+        self.lock().next_due(now, config)
+    }
+
+    /// Waits until `done` says so; returns at once where it does.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost.
+    pub(crate) async fn until(&self, done: impl Fn(&mut State) -> bool) {
+        loop {
+            let progress = self.lock().progress();
+            let told = progress.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            if done(&mut self.lock()) {
+                return;
+            }
+            told.await;
+        }
+    }
+}
+
+enum Due {
+    Cut(CloseReason),
+    Leave(CloseReason),
+}
+
+impl State {
+    pub fn push_own(&mut self, framed: bytes::Bytes, wire: Wire) {
+        if self.stage != Stage::Gone {
+            self.outbox.push(Item::Own(framed), wire);
+        }
+    }
+
+    /// Queues an event with an id, or an ephemeral one, whatever the cap says (replay).
+    pub fn push_event(&mut self, event: Arc<Encoded>, wire: Wire) {
+        if let Some(id) = event.event.id {
+            self.position = self.position.max(id);
+            self.id_sent_at = Instant::now();
+        }
+        self.outbox.push(Item::Event(event), wire);
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.ending.is_some() || self.stage == Stage::Gone
+    }
+
+    /// The session's position: what every message that carries one says.
+    pub fn position_with(&mut self, node: EventId) -> EventId {
+        // Every event ≤ the node's position was dispatched before it was read, so the session may
+        // claim it, and must then never deliver anything at or below it.
+        self.position = self.position.max(node);
+        self.position
+    }
+
+    pub fn find(&self, channel: &Channel) -> Option<usize> {
+        self.subs.iter().position(|s| s.as_ref().is_some_and(|s| s.channel == *channel))
+    }
+
+    pub fn n_subs(&self) -> usize {
+        self.subs.iter().flatten().count()
+    }
+
+    fn offer(&mut self, event: &Arc<Encoded>, index: usize, wire: Wire, cap: usize) -> Offered {
+        let Some(sub) = self.subs.get_mut(index).and_then(Option::as_mut) else { return Offered::Passed };
+        if sub.channel != event.event.channel {
+            return Offered::Passed;
+        }
+        match self.stage {
+            Stage::Opening => {
+                if let Some(held) = &mut self.held {
+                    held.push(event);
+                }
+                return Offered::Passed;
+            }
+            Stage::Live => {}
+            Stage::Raw | Stage::Closing | Stage::Gone => return Offered::Passed,
+        }
+        if let Some(pending) = &mut sub.pending {
+            pending.push(event);
+            return Offered::Passed;
+        }
+        if event.event.id.is_some_and(|id| id <= self.position || id <= sub.floor) {
+            return Offered::Passed;
+        }
+        let size = event.on(wire).len();
+        if self.outbox.bytes() > 0 && self.outbox.bytes() + size > cap {
+            return Offered::Overflowed;
+        }
+        self.push_event(event.clone(), wire);
+        Offered::Taken
+    }
+
+    fn end(&mut self, info: &SessionInfo, reason: CloseReason, after: Duration, node: EventId, config: &SessionConfig) -> bool {
+        if self.is_over() {
+            return false;
+        }
+        if matches!(reason, CloseReason::Unresponsive | CloseReason::Lost | CloseReason::Client) {
+            self.cut(reason);
+            return true;
+        }
+        let mut id = match self.stage {
+            Stage::Live => Some(self.position_with(node)),
+            Stage::Opening if self.position > EventId::ZERO => Some(self.position),
+            _ => None,
+        };
+        if reason == CloseReason::Slow {
+            // What waits is thrown away, so the position would claim too much: the client resumes
+            // from the last id that reached it.
+            self.outbox.discard(info.wire);
+            self.discard = true;
+            id = None;
+        }
+        if info.admission == Admission::Standard {
+            let bye = message::bye(reason, config.planned, after, id).on(info.wire);
+            self.push_own(bye, info.wire);
+        }
+        match (info.wire, reason.code(config.planned)) {
+            (Wire::Ws, Some(code)) => {
+                let mut payload = code.to_be_bytes().to_vec();
+                payload.extend_from_slice(reason.word().as_bytes());
+                self.push_own(frame(0x8, &payload), info.wire);
+            }
+            (Wire::Ws, None) => {}
+            (Wire::Sse, _) => self.push_own(bytes::Bytes::from_static(LAST_CHUNK), info.wire),
+        }
+        self.close(reason, Instant::now() + config.close_timeout);
+        true
+    }
+
+    fn close(&mut self, reason: CloseReason, close_by: Instant) {
+        self.stage = Stage::Closing;
+        self.ending = Some(Ending { reason, close_by });
+        self.held = None;
+        self.asks = None;
+        self.tell_progress();
+    }
+
+    fn cut(&mut self, reason: CloseReason) {
+        if self.ending.is_none() {
+            self.close(reason, Instant::now());
+        }
+        self.is_cut = true;
+    }
+
+    /// The books are closed; returns the channels it was listening on, and the reason to count.
+    pub fn bury(&mut self, fallback: CloseReason) -> Option<(CloseReason, Vec<(Channel, usize)>)> {
+        if self.stage == Stage::Gone {
+            return None;
+        }
+        let reason = self.ending.as_ref().map_or(fallback, |e| e.reason);
+        self.close(reason, Instant::now());
+        self.stage = Stage::Gone;
+        self.seat = None;
+        self.outbox = Outbox::default();
+        let subs = std::mem::take(&mut self.subs);
+        Some((reason, subs.into_iter().flatten().map(|s| (s.channel, s.slot)).collect()))
+    }
+
+    fn progress(&mut self) -> Arc<Notify> {
+        self.progress.get_or_insert_with(Arc::default).clone()
+    }
+
+    pub fn tell_progress(&mut self) {
+        // Dropped once told: whoever still waits takes a new one.
+        if let Some(progress) = self.progress.take() {
+            progress.notify_waiters();
+        }
+    }
+
+    // ---- leaving
+
+    /// Asks the session to leave at `at`; only ever moves its end earlier.
+    pub fn ask_to_leave(&mut self, at: Instant, reason: CloseReason) -> bool {
+        if self.is_over() {
+            return false;
+        }
+        if self.ask.is_none_or(|(earlier, _)| at < earlier) {
+            self.ask = Some((at, reason));
+        }
+        true
+    }
+
+    /// The client asks not to be moved for a while; zero ends it.
+    pub fn set_busy(&mut self, now: Instant, span: Duration) {
+        self.busy_until = (span > Duration::ZERO).then_some(now + span);
+    }
+
+    /// A new token: its end replaces the old one's.
+    pub fn set_token_end(&mut self, token_at: Option<Instant>, expiring_at: Option<Instant>) {
+        self.token_at = token_at;
+        self.expiring_at = expiring_at;
+    }
+
+    /// The one leave: the earliest of age, token and ask.
+    fn leave(&self) -> Option<(Instant, CloseReason)> {
+        let age = self.age_at.map(|at| (at, CloseReason::Recycle));
+        let token = self.token_at.map(|at| (at, CloseReason::TokenExpired));
+        [age, token, self.ask].into_iter().flatten().min_by_key(|(at, _)| *at)
+    }
+
+    fn due(&mut self, now: Instant, config: &SessionConfig) -> Option<Due> {
+        if let Some(ending) = &self.ending {
+            return (now >= ending.close_by).then_some(Due::Cut(ending.reason));
+        }
+        if self.alive_by.is_some_and(|by| now >= by) {
+            return Some(Due::Cut(CloseReason::Unresponsive));
+        }
+        if self.blocked_since.is_some_and(|since| now >= since + config.write_timeout) {
+            // Not even a bye may get through in time, but it is tried: the cut follows anyway.
+            return Some(Due::Leave(CloseReason::Slow));
+        }
+        let (at, reason) = self.leave()?;
+        if now < at {
+            return None;
+        }
+        if reason == CloseReason::Recycle && self.postpone(now) {
+            return None;
+        }
+        Some(Due::Leave(reason))
+    }
+
+    /// A busy session's age is put off a little, by at most `MAX_POSTPONED` in all.
+    fn postpone(&mut self, now: Instant) -> bool {
+        let Some(until) = self.busy_until.filter(|until| *until > now) else { return false };
+        let by = (until - now).min(MAX_POSTPONED - self.postponed);
+        if by.is_zero() {
+            return false;
+        }
+        self.postponed += by;
+        self.age_at = Some(now + by);
+        true
+    }
+
+    /// Beats, positions and warnings. Returns whether something was queued.
+    fn on_beat(&mut self, now: Instant, info: &SessionInfo, node: EventId, config: &SessionConfig) -> bool {
+        if self.is_over() {
+            return false;
+        }
+        let before = self.outbox.bytes();
+        if now >= self.next_beat {
+            self.next_beat = now + config.heartbeat;
+            self.beat(info, now, config);
+        }
+        if self.expiring_at.is_some_and(|at| now >= at) {
+            self.expiring_at = None;
+            if let Some(at) = self.token_at {
+                let m = message::token_expiring(at.saturating_duration_since(now));
+                self.push_own(m.on(info.wire), info.wire);
+            }
+        }
+        if self.stage == Stage::Live && now >= self.id_sent_at + config.position_every {
+            let m = message::position(self.position_with(node));
+            self.id_sent_at = now;
+            self.push_own(m.on(info.wire), info.wire);
+        }
+        self.outbox.bytes() > before
+    }
+
+    fn beat(&mut self, info: &SessionInfo, now: Instant, config: &SessionConfig) {
+        match info.wire {
+            Wire::Ws => {
+                self.push_own(frame(0x9, b""), info.wire);
+                self.alive_by.get_or_insert(now + config.heartbeat_timeout);
+            }
+            Wire::Sse => self.push_own(crate::event::http_chunk(b":\n\n"), info.wire),
+        }
+    }
+
+    fn next_due(&self, now: Instant, config: &SessionConfig) -> Instant {
+        if let Some(ending) = &self.ending {
+            return ending.close_by;
+        }
+        let mut next = self.next_beat;
+        let mut sooner = |at: Option<Instant>| {
+            if let Some(at) = at {
+                next = next.min(at);
+            }
+        };
+        sooner(self.leave().map(|(at, _)| at));
+        sooner(self.alive_by);
+        sooner(self.expiring_at);
+        sooner(self.blocked_since.map(|since| since + config.write_timeout));
+        sooner((self.stage == Stage::Live).then(|| self.id_sent_at + config.position_every));
+        next.max(now)
+    }
+
+    // ---- message rate
+
+    /// Takes `cost` messages from the client's bucket. `Err` says after how long there is room;
+    /// the bucket may go a whole burst into debt before the session is ended.
+    pub fn take_messages(&mut self, cost: f64, now: Instant, config: &SessionConfig) -> Result<(), Flood> {
+        let since = now.saturating_duration_since(self.message_at).as_secs_f64();
+        self.message_at = now;
+        self.message_tokens = (self.message_tokens + since * config.client_rate).min(config.client_burst);
+        self.message_tokens -= cost;
+        if self.message_tokens >= 0.0 {
+            return Ok(());
+        }
+        if self.message_tokens < -config.client_burst {
+            return Err(Flood::Far);
+        }
+        Err(Flood::Over(Duration::from_secs_f64(-self.message_tokens / config.client_rate)))
+    }
+}
+
+/// A client sends more than it may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flood {
+    /// Refused; there is room after this.
+    Over(Duration),
+    /// A whole burst in debt: the session ends.
+    Far,
 }

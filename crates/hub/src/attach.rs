@@ -1,0 +1,367 @@
+//! How a session comes to be live on its channels without a hole or a double.
+//!
+//! Order of every attach, at connect and at a later `subscribe`: listen (live events are held back
+//! from here on) → wait until the link is up and the channels' subscriptions are confirmed on it
+//! (*confirm*) → one atomic read that tells the log's position P with the history (*atomic*) → gaps
+//! first, then events, then `ready` or `ok` (*gapfirst*, *readypos*) → what was held back and lies
+//! above P (*floor*) → live. If the link was lost or the log changed its incarnation meanwhile, the
+//! whole is done again from the position that the client has by then (*agree*).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::backplane::{From, GapReason, Read, ReadAsk};
+use crate::channel::Channel;
+use crate::cursor::{EventId, Since};
+use crate::event::{Encoded, Event, Replay, Wire, event_json, sse_chunk, text_frame};
+use crate::fanout::LinkState;
+use crate::hub::Hub;
+use crate::message::{self, Resume};
+use crate::session::{Session, Stage, State};
+
+/// Entries of one page of a replay. 256: a page is read again from the log's memory in well under
+/// a millisecond, and a slow client holds no more than this.
+const PAGE_EVENTS: usize = 256;
+/// Bytes of one page of a replay.
+const PAGE_BYTES: usize = 256 * 1024;
+
+/// Opens a session: replays from `since`, says `ready`, goes live. Ends when the session does.
+pub(crate) async fn open(hub: Arc<Hub>, session: Arc<Session>, since: Since) {
+    let mut opening = Opening::new(&session, since);
+    loop {
+        let ended = session.until(|state| state.is_over());
+        tokio::pin!(ended);
+        let step = tokio::select! {
+            biased;
+            () = &mut ended => return,
+            step = opening.step(&hub, &session) => step,
+        };
+        match step {
+            Step::Done => return,
+            Step::Again => {}
+            // The page must have left before the next is read: only a write past its deadline can
+            // end a session during its replay, not the outbox.
+            Step::More => session.until(|state| state.is_over() || state.outbox.bytes() == 0).await,
+        }
+    }
+}
+
+enum Step {
+    Done,
+    Again,
+    More,
+}
+
+struct Opening {
+    channels: Vec<Channel>,
+    from: From,
+    /// Gaps that the cursor itself deserves, told with the first page.
+    cursor_gap: Option<GapReason>,
+    resume: Resume,
+    replayed: usize,
+}
+
+impl Opening {
+    fn new(session: &Session, since: Since) -> Self {
+        let channels = session.lock().subs.iter().flatten().map(|sub| sub.channel.clone()).collect();
+        let (from, cursor_gap, resume) = match since {
+            Since::Now => (From::Here, None, Resume::New),
+            Since::Start => (From::Start, None, Resume::New),
+            Since::After(id) => (From::After(id), None, Resume::Ok),
+            Since::Unknown => (From::Here, Some(GapReason::UnknownPosition), Resume::Gap),
+        };
+        Self { channels, from, cursor_gap, resume, replayed: 0 }
+    }
+
+    async fn step(&mut self, hub: &Hub, session: &Arc<Session>) -> Step {
+        let link = confirmed(hub, &self.channels).await;
+        let Some(read) = read(hub, self.channels.iter().map(|c| (c.clone(), self.from)).collect()).await else {
+            return Step::Again;
+        };
+        if link.incarnation != Some(read.position.incarnation()) {
+            hub.disagree(link).await;
+            return Step::Again;
+        }
+        self.apply(hub, session, link, &read)
+    }
+
+    /// Writes one page into the outbox; atomic towards the dispatcher by the session's lock.
+    fn apply(&mut self, hub: &Hub, session: &Session, link: LinkState, read: &Read) -> Step {
+        let wire = session.info.wire;
+        let mut state = session.lock();
+        if state.is_over() {
+            return Step::Done;
+        }
+        // Under the session's lock: a loss counts its generation before it visits sessions, so
+        // either it is seen here, or the loss finds a live session and repairs it.
+        if hub.place.state() != link {
+            return Step::Again;
+        }
+        self.gaps(hub, &mut state, wire, read);
+        for event in &read.events {
+            state.push_event(Encoded::new(event.clone()), wire);
+        }
+        self.replayed += read.events.len();
+        if read.more {
+            if let Some(last) = read.events.last().and_then(|event| event.id) {
+                self.from = From::After(last);
+            }
+            drop(state);
+            session.wake();
+            return Step::More;
+        }
+        state.position = read.position;
+        let missed = state.held.as_ref().map_or(EventId::ZERO, |held| held.missed);
+        if missed > read.position {
+            // More came while we read than could be held back: the log has it.
+            self.from = From::After(read.position);
+            state.held.as_mut().expect("held while opening").clear();
+            drop(state);
+            session.wake();
+            return Step::Again;
+        }
+        let ready = message::ready(self.resume, self.replayed, read.position);
+        state.push_own(ready.on(wire), wire);
+        go_live(&mut state, wire, self.resume);
+        drop(state);
+        hub.metrics.session_ready(wire, self.resume.into());
+        session.wake();
+        Step::Done
+    }
+
+    fn gaps(&mut self, hub: &Hub, state: &mut State, wire: Wire, read: &Read) {
+        let cursor_gap = self.cursor_gap.take();
+        for (channel, facts) in self.channels.iter().zip(&read.facts) {
+            let reason = match self.from {
+                From::After(since) => read
+                    .broken
+                    .or_else(|| read.hole(facts, since))
+                    .or(facts.cut.then_some(GapReason::Overflow)),
+                From::Here => cursor_gap,
+                From::Start => None,
+            };
+            let Some(reason) = reason else { continue };
+            self.resume = Resume::Gap;
+            hub.metrics.gap(reason);
+            // The old cursor stays good until the replay is through; a broken one is replaced.
+            let at = match (self.from, read.broken) {
+                (From::After(since), None) => since,
+                _ => read.position,
+            };
+            state.push_own(message::gap(channel, reason, Some(at)).on(wire), wire);
+        }
+    }
+}
+
+/// From here on live events go straight to the outbox; what was held back and is new goes first.
+fn go_live(state: &mut State, wire: Wire, resume: Resume) {
+    let position = state.position;
+    state.stage = Stage::Live;
+    state.resumed = Some(resume);
+    if let Some(held) = state.held.take() {
+        for event in held.events {
+            if event.event.id.is_none_or(|id| id > position) {
+                state.push_event(event, wire);
+            }
+        }
+    }
+    state.tell_progress();
+}
+
+/// A later `subscribe`: the channel is already listened on, pending. Returns the answer's resume
+/// once the channel is live; `None` if the session ended.
+///
+/// # Cancel safety
+/// Dropping it leaves the channel pending; the caller takes it off the session.
+pub(crate) async fn subscribe(hub: &Hub, session: &Arc<Session>, channel: &Channel, since: Since) -> Option<Subscribed> {
+    let (from, cursor_gap) = match since {
+        Since::Now => (From::Here, None),
+        Since::Start => (From::Start, None),
+        Since::After(id) => (From::After(id), None),
+        Since::Unknown => (From::Here, Some(GapReason::UnknownPosition)),
+    };
+    let mut joining = Joining { channel: channel.clone(), since, from, cursor_gap, replayed: EventId::ZERO, resume: None };
+    loop {
+        if session.lock().is_over() {
+            return None;
+        }
+        let link = confirmed(hub, std::slice::from_ref(channel)).await;
+        let Some(read) = read(hub, vec![(channel.clone(), joining.from)]).await else { continue };
+        if link.incarnation != Some(read.position.incarnation()) {
+            hub.disagree(link).await;
+            continue;
+        }
+        if !read.more {
+            // The channel goes live only once the link has passed P, so that `ok.id`, the
+            // session's position, is not below what was replayed (rule *barrier*).
+            hub.backplane.beacon();
+            hub.place.passed(read.position, link.generation).await;
+        }
+        match joining.apply(hub, session, link, &read) {
+            Joined::Live(answer) => return Some(answer),
+            Joined::Gone => return None,
+            Joined::Again => {}
+            Joined::More => session.until(|state| state.is_over() || state.outbox.bytes() == 0).await,
+        }
+    }
+}
+
+/// How a later `subscribe` was honoured; `ok` itself is queued by then.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Subscribed {
+    pub resume: Resume,
+    pub position: EventId,
+}
+
+enum Joined {
+    Live(Subscribed),
+    Gone,
+    Again,
+    More,
+}
+
+struct Joining {
+    channel: Channel,
+    since: Since,
+    from: From,
+    cursor_gap: Option<GapReason>,
+    /// Highest id replayed so far.
+    replayed: EventId,
+    resume: Option<Resume>,
+}
+
+impl Joining {
+    fn apply(&mut self, hub: &Hub, session: &Session, link: LinkState, read: &Read) -> Joined {
+        let wire = session.info.wire;
+        let node = hub.place.position();
+        let mut state = session.lock();
+        if state.is_over() {
+            return Joined::Gone;
+        }
+        let Some(index) = state.find(&self.channel) else { return Joined::Gone };
+        if hub.place.state() != link {
+            return Joined::Again;
+        }
+        self.gap(hub, &mut state, wire, read);
+        for event in &read.events {
+            self.replay(&mut state, wire, event);
+        }
+        if read.more {
+            self.from = From::After(self.replayed);
+            drop(state);
+            session.wake();
+            return Joined::More;
+        }
+        let position = state.position_with(node);
+        let sub = state.subs[index].as_mut().expect("found above");
+        let held = sub.pending.take().map_or_else(crate::session::Held::new, |held| *held);
+        let needed_from = if self.since == Since::Now { position } else { read.position };
+        if held.missed > needed_from {
+            // More came while we read than could be held back: the log has it.
+            sub.pending = Some(Box::new(crate::session::Held::new()));
+            if self.since != Since::Now {
+                self.from = From::After(read.position);
+            }
+            return Joined::Again;
+        }
+        sub.floor = read.position;
+        // What was held back and lies at or below the session's position is a part of the replay
+        // (its id must not move the cursor); what lies above is live already.
+        let (passed, late): (Vec<_>, Vec<_>) =
+            held.events.into_iter().partition(|event| event.event.id.is_some_and(|id| id <= position));
+        if self.since != Since::Now {
+            for event in passed.iter().filter(|event| event.event.id.is_some_and(|id| id > read.position)) {
+                self.replay(&mut state, wire, &event.event);
+            }
+        }
+        let resume = self.resume.unwrap_or(match self.since {
+            Since::Now | Since::Start => Resume::New,
+            _ => Resume::Ok,
+        });
+        Joined::Live(finish(state, session, late, Subscribed { resume, position }))
+    }
+
+    fn gap(&mut self, hub: &Hub, state: &mut State, wire: Wire, read: &Read) {
+        let facts = read.facts.first().copied().unwrap_or_default();
+        let reason = match self.from {
+            From::After(since) => {
+                read.broken.or_else(|| read.hole(&facts, since)).or(facts.cut.then_some(GapReason::Overflow))
+            }
+            From::Here => self.cursor_gap.take(),
+            From::Start => None,
+        };
+        if let Some(reason) = reason {
+            self.resume = Some(Resume::Gap);
+            hub.metrics.gap(reason);
+            let at = state.position;
+            state.push_own(message::gap(&self.channel, reason, Some(at)).on(wire), wire);
+        }
+    }
+
+    fn replay(&mut self, state: &mut State, wire: Wire, event: &Event) {
+        if let Some(id) = event.id {
+            self.replayed = self.replayed.max(id);
+        }
+        let json = event_json(event, Replay::Yes);
+        let framed = match wire {
+            Wire::Ws => text_frame(&json),
+            Wire::Sse => sse_chunk(None, None, None, &json),
+        };
+        state.push_own(framed, wire);
+    }
+}
+
+fn finish(
+    mut state: std::sync::MutexGuard<'_, State>,
+    session: &Session,
+    late: Vec<Arc<Encoded>>,
+    answer: Subscribed,
+) -> Subscribed {
+    let wire = session.info.wire;
+    let reference = state.asks.as_ref().and_then(|asks| asks.current.clone());
+    if let Some(current) = reference {
+        let ok = message::ok(current.reference.as_deref(), Some(&current.channel), Some(answer.resume), Some(answer.position));
+        state.push_own(ok.on(wire), wire);
+    }
+    for event in late {
+        state.push_event(event, wire);
+    }
+    drop(state);
+    session.wake();
+    answer
+}
+
+/// Waits until the link is up and repaired and every channel is confirmed on it.
+async fn confirmed(hub: &Hub, channels: &[Channel]) -> LinkState {
+    loop {
+        let link = hub.place.live().await;
+        for channel in channels {
+            hub.channels.confirmed(channel).await;
+        }
+        if hub.place.state() == link {
+            return link;
+        }
+    }
+}
+
+/// One read, bounded in number over the node; `None` after a pause where the backplane cannot answer.
+async fn read(hub: &Hub, channels: Vec<(Channel, From)>) -> Option<Read> {
+    let _turn = hub.reads.acquire().await.expect("never closed");
+    let ask = ReadAsk {
+        channels,
+        check: None,
+        cap: hub.config.replay_max,
+        page_events: PAGE_EVENTS,
+        page_bytes: PAGE_BYTES,
+    };
+    match hub.backplane.read(ask).await {
+        Ok(read) => Some(read),
+        Err(e) => {
+            tracing::debug!(error = %e, "history could not be read, trying again");
+            let pause = hub.dice.between(Duration::from_millis(50), Duration::from_millis(500));
+            drop(_turn);
+            tokio::time::sleep(pause).await;
+            None
+        }
+    }
+}

@@ -1,0 +1,417 @@
+//! The one task that reads the node's link: moves events to outboxes in id order, and mends what a
+//! lost link missed. The rules it keeps: from the loss of the link to the end of the repair nothing
+//! logged is dispatched and the node's position stands still (*hold*); the repair and its gap test
+//! start at each session's own position (*cov*); gaps go before events (*gapfirst*); what was
+//! repaired is not dispatched again (*dedup*); a message of another incarnation makes the link anew
+//! (*agree*); after a reset under open sessions `ready` is said again (*ready2*).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+
+use crate::backplane::{Facts, From, FromLink, GapReason, Read, ReadAsk};
+use crate::channel::Channel;
+use crate::close::CloseReason;
+use crate::cursor::EventId;
+use crate::event::{Encoded, Event};
+use crate::fanout::Listener;
+use crate::hub::Hub;
+use crate::message::{self, Resume};
+use crate::session::{Held, Offered, Stage};
+
+/// Listeners served between two yields: a big fan-out lets probes, accepts and other tasks of its
+/// worker in.
+const CHUNK: usize = 256;
+/// Channels of one read of a repair: keeps one call of the log's Function short.
+const REPAIR_CHANNELS: usize = 200;
+/// Events that a repair may hold at once, over all channels; beyond it sessions get `gap`.
+const REPAIR_EVENTS: usize = 100_000;
+/// Bytes that a repair may hold at once.
+const REPAIR_BYTES: usize = 128 * 1024 * 1024;
+/// Logged events held back while a repair reads; beyond it the repair reads again.
+const MAX_HOLD: usize = 65_536;
+/// If the log cannot be read for so long although the link is up, sessions get `gap` and go on.
+const REPAIR_PATIENCE: Duration = Duration::from_secs(15);
+
+pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
+    let mut dispatcher = Dispatcher { hub: hub.clone(), scratch: Vec::new(), hold: Vec::new(), redo: false, repair: None };
+    let mut sweep = interval(Duration::from_secs(1));
+    sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            biased;
+            // First, or a busy link would starve its own repair. Cancel-safe: polled in place.
+            repaired = pending_or(&mut dispatcher.repair) => dispatcher.repaired(repaired).await,
+            said = link.recv() => match said {
+                Some(said) => dispatcher.on(said).await,
+                None => return,
+            },
+            _ = sweep.tick() => { hub.channels.sweep(Instant::now()); }
+            () = hub.stop.cancelled() => return,
+        }
+    }
+}
+
+async fn pending_or(repair: &mut Option<BoxFuture<'static, Repair>>) -> Repair {
+    match repair {
+        Some(reading) => reading.await,
+        None => std::future::pending().await,
+    }
+}
+
+struct Dispatcher {
+    hub: Arc<Hub>,
+    scratch: Vec<Listener>,
+    /// Logged events of the new link that wait for the repair's end.
+    hold: Vec<Event>,
+    redo: bool,
+    repair: Option<BoxFuture<'static, Repair>>,
+}
+
+/// What was read to mend the time without a link.
+enum Repair {
+    /// The log, as of one position.
+    Read { position: EventId, broken: Option<GapReason>, channels: HashMap<Channel, (Facts, Read)>, events: Vec<Event> },
+    /// The log could not be read in time; it stood at this position when the link came up.
+    Unreadable(EventId),
+    /// The log changed its incarnation while it was read.
+    Void,
+}
+
+impl Dispatcher {
+    async fn on(&mut self, said: FromLink) {
+        match said {
+            FromLink::Event(event) => self.event(event).await,
+            FromLink::Beacon(position) => self.beacon(position),
+            FromLink::Confirmed(channel) => self.hub.channels.confirm(&channel),
+            FromLink::Lost => self.lost(),
+            FromLink::Up(position) => self.up(position),
+            FromLink::Revoked(revocation) => self.hub.revoked(&revocation),
+        }
+    }
+
+    async fn event(&mut self, event: Event) {
+        let Some(id) = event.id else { return self.dispatch(event).await };
+        let link = self.hub.place.state();
+        if !link.is_live {
+            if self.repair.is_some() {
+                self.hold.push(event);
+                if self.hold.len() > MAX_HOLD {
+                    self.hold = Vec::new();
+                    self.redo = true;
+                }
+            }
+            // Before the link is whole, everything is below what the repair will read.
+            return;
+        }
+        if link.incarnation != Some(id.incarnation()) {
+            return self.hub.relink(link);
+        }
+        if id > self.hub.place.position() {
+            self.dispatch(event).await;
+            self.hub.place.advance(id);
+        }
+    }
+
+    /// Offers an event to everybody who hears its channel.
+    async fn dispatch(&mut self, event: Event) {
+        let channel = event.channel.clone();
+        let event = Encoded::new(event);
+        let cap = self.hub.config.session.outbox_bytes;
+        let mut from = Some(0);
+        while let Some(slot) = from {
+            from = self.hub.channels.listeners(&channel, slot, CHUNK, &mut self.scratch);
+            for Listener { session, sub } in self.scratch.drain(..) {
+                if session.offer(&event, sub, cap) == Offered::Overflowed {
+                    self.hub.end(&session, CloseReason::Slow);
+                }
+            }
+            if from.is_some() {
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+
+    fn beacon(&mut self, position: EventId) {
+        let link = self.hub.place.state();
+        if !link.is_live {
+            return;
+        }
+        if link.incarnation == Some(position.incarnation()) {
+            self.hub.place.advance(position);
+        } else {
+            self.hub.relink(link);
+        }
+    }
+
+    fn lost(&mut self) {
+        self.repair = None;
+        self.hold = Vec::new();
+        self.redo = false;
+        self.hub.place.set(|link| {
+            link.generation += 1;
+            link.is_live = false;
+        });
+        self.hub.channels.unconfirm_all();
+        // What was held back may have a hole now: those sessions read again on the next link.
+        for session in self.hub.all_sessions() {
+            let mut state = session.lock();
+            if let Some(held) = &mut state.held {
+                held.clear();
+            }
+            for sub in state.subs.iter_mut().flatten() {
+                if let Some(pending) = &mut sub.pending {
+                    pending.clear();
+                }
+            }
+        }
+        tracing::warn!("the link to the backplane is lost; sessions stay, what is missed will be read from the log");
+    }
+
+    fn up(&mut self, position: EventId) {
+        let link = self.hub.place.state();
+        if link.is_live {
+            return self.beacon(position);
+        }
+        if link.incarnation.is_none() {
+            self.hub.place.reset(position);
+            self.live(position);
+            return;
+        }
+        self.hold = Vec::new();
+        self.redo = false;
+        self.repair = Some(read_repair(self.hub.clone(), self.hub.place.position(), position).boxed());
+    }
+
+    fn live(&mut self, position: EventId) {
+        self.hub.place.set(|link| {
+            link.is_live = true;
+            link.incarnation = Some(position.incarnation());
+        });
+    }
+
+    async fn repaired(&mut self, repair: Repair) {
+        self.repair = None;
+        if std::mem::take(&mut self.redo) {
+            let position = self.hub.place.position();
+            let up = match repair {
+                Repair::Read { position, .. } | Repair::Unreadable(position) => position,
+                Repair::Void => position,
+            };
+            self.repair = Some(read_repair(self.hub.clone(), position, up).boxed());
+            return;
+        }
+        match repair {
+            Repair::Void => return self.hub.relink(self.hub.place.state()),
+            Repair::Unreadable(position) => self.give_up(position),
+            Repair::Read { position, broken: Some(reason), .. } => self.reset(position, reason),
+            Repair::Read { position, broken: None, channels, events } => self.mend(position, &channels, events).await,
+        }
+        self.hub.metrics.redis_repair();
+        for event in std::mem::take(&mut self.hold) {
+            self.event(event).await;
+        }
+    }
+
+    /// The log is the same: everybody gets what the link missed, after the gaps.
+    async fn mend(&mut self, position: EventId, channels: &HashMap<Channel, (Facts, Read)>, events: Vec<Event>) {
+        let node = self.hub.place.position();
+        for session in self.hub.all_sessions() {
+            let wire = session.info.wire;
+            let mut state = session.lock();
+            if state.stage != Stage::Live {
+                continue;
+            }
+            let base = state.position.max(node);
+            let mut gaps = Vec::new();
+            for sub in state.subs.iter().flatten().filter(|sub| sub.pending.is_none()) {
+                if let Some((facts, read)) = channels.get(&sub.channel) {
+                    let since = base.max(sub.floor);
+                    let hole = read.hole(facts, since).or(facts.cut.then_some(GapReason::Overflow));
+                    gaps.extend(hole.map(|reason| (sub.channel.clone(), reason)));
+                }
+            }
+            for (channel, reason) in &gaps {
+                self.hub.metrics.gap(*reason);
+                let m = message::gap(channel, *reason, Some(base));
+                state.push_own(m.on(wire), wire);
+            }
+            drop(state);
+            if !gaps.is_empty() {
+                session.wake();
+            }
+        }
+        let n_events = events.len();
+        for event in events {
+            let id = event.id;
+            self.dispatch(event).await;
+            if let Some(id) = id {
+                self.hub.place.advance(id);
+            }
+        }
+        self.hub.place.advance(position);
+        self.live(position);
+        tracing::info!(n_events, "the link to the backplane is back; what was missed was read from the log");
+    }
+
+    /// Another log: whatever is older is uncertain. Gaps, then a new position.
+    fn reset(&mut self, position: EventId, reason: GapReason) {
+        self.hub.place.reset(position);
+        self.every_channel_gets(reason, position, ToldBy::Ready);
+        self.live(position);
+        tracing::warn!(reason = reason.word(), "the log was reset; every session was told");
+    }
+
+    /// The log cannot be read: sessions are told of the hole and go on from where the log stands.
+    fn give_up(&mut self, position: EventId) {
+        if self.hub.place.state().incarnation != Some(position.incarnation()) {
+            return self.reset(position, GapReason::Reset);
+        }
+        self.every_channel_gets(GapReason::Backplane, position, ToldBy::Gap);
+        self.hub.place.advance(position);
+        self.live(position);
+        tracing::warn!("what the link missed could not be read; every session was told");
+    }
+
+    fn every_channel_gets(&self, reason: GapReason, position: EventId, told: ToldBy) {
+        for session in self.hub.all_sessions() {
+            let wire = session.info.wire;
+            let mut state = session.lock();
+            if state.stage != Stage::Live {
+                continue;
+            }
+            let channels: Vec<Channel> =
+                state.subs.iter().flatten().filter(|sub| sub.pending.is_none()).map(|sub| sub.channel.clone()).collect();
+            for channel in &channels {
+                self.hub.metrics.gap(reason);
+                state.push_own(message::gap(channel, reason, Some(position)).on(wire), wire);
+            }
+            state.position = position;
+            for sub in state.subs.iter_mut().flatten() {
+                sub.floor = EventId::ZERO;
+                if let Some(pending) = &mut sub.pending {
+                    **pending = Held::new();
+                }
+            }
+            if told == ToldBy::Ready {
+                state.push_own(message::ready(Resume::Gap, 0, position).on(wire), wire);
+            }
+            drop(state);
+            session.wake();
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ToldBy {
+    /// The position may have gone down: `ready` replaces the client's cursor.
+    Ready,
+    /// The gap's own id does.
+    Gap,
+}
+
+/// Reads what all listened channels had after `since`, as of one position. `up` is where the log
+/// stood when the link came up.
+async fn read_repair(hub: Arc<Hub>, since: EventId, up: EventId) -> Repair {
+    let give_up_at = Instant::now() + REPAIR_PATIENCE;
+    let mut reading = Reading::default();
+    let listened = hub.channels.listened();
+    let mut groups: Vec<&[Channel]> = listened.chunks(REPAIR_CHANNELS).collect();
+    if groups.is_empty() {
+        groups.push(&[]);
+    }
+    for group in groups {
+        let mut from = From::After(since);
+        loop {
+            let channels = group.iter().map(|c| (c.clone(), from)).collect();
+            let Some(read) = read_once(&hub, channels, since, give_up_at).await else {
+                return Repair::Unreadable(up);
+            };
+            match reading.take(group, from, read) {
+                Taken::Void => return Repair::Void,
+                Taken::Broken(position, reason) => {
+                    return Repair::Read { position, broken: Some(reason), channels: HashMap::new(), events: Vec::new() };
+                }
+                Taken::More(last) => from = From::After(last),
+                Taken::Whole => break,
+            }
+        }
+    }
+    reading.events.sort_by_key(|event| event.id);
+    let position = reading.position.expect("at least one read was taken");
+    Repair::Read { position, broken: None, channels: reading.channels, events: reading.events }
+}
+
+async fn read_once(hub: &Hub, channels: Vec<(Channel, From)>, check: EventId, give_up_at: Instant) -> Option<Read> {
+    let ask = ReadAsk { channels, check: Some(check), cap: REPAIR_EVENTS, page_events: 2_000, page_bytes: 4 * 1024 * 1024 };
+    loop {
+        match hub.backplane.read(ask.clone()).await {
+            Ok(read) => return Some(read),
+            Err(e) if Instant::now() < give_up_at => {
+                tracing::debug!(error = %e, "the repair could not read the log, trying again");
+                tokio::time::sleep(hub.dice.between(Duration::from_millis(50), Duration::from_millis(500))).await;
+            }
+            Err(_) => return None,
+        }
+    }
+}
+
+#[derive(Default)]
+struct Reading {
+    /// P of the first read: entries above it come over the link.
+    position: Option<EventId>,
+    channels: HashMap<Channel, (Facts, Read)>,
+    events: Vec<Event>,
+    bytes: usize,
+}
+
+enum Taken {
+    Void,
+    Broken(EventId, GapReason),
+    More(EventId),
+    Whole,
+}
+
+impl Reading {
+    fn take(&mut self, group: &[Channel], from: From, mut read: Read) -> Taken {
+        let position = *self.position.get_or_insert(read.position);
+        if read.position.incarnation() != position.incarnation() {
+            return Taken::Void;
+        }
+        if let Some(reason) = read.broken {
+            return Taken::Broken(read.position, reason);
+        }
+        let events = std::mem::take(&mut read.events);
+        let last = events.last().and_then(|event| event.id);
+        for event in events {
+            if event.id.is_some_and(|id| id > position) {
+                continue;
+            }
+            self.bytes += event.data.len();
+            if self.bytes > REPAIR_BYTES {
+                self.channels.entry(event.channel).and_modify(|(facts, _)| facts.cut = true);
+                continue;
+            }
+            self.events.push(event);
+        }
+        for (channel, facts) in group.iter().zip(&read.facts) {
+            let hole_in_page = match from {
+                From::After(at) => read.hole(facts, at).is_some(),
+                _ => false,
+            };
+            self.channels
+                .entry(channel.clone())
+                .and_modify(|(first, _)| first.cut |= facts.cut || hole_in_page)
+                .or_insert_with(|| (*facts, Read { events: Vec::new(), facts: Vec::new(), ..read.clone() }));
+        }
+        match last {
+            Some(last) if read.more && last < position => Taken::More(last),
+            _ => Taken::Whole,
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! What a client asks for in an open session: `subscribe`, `unsubscribe`, `auth`, `busy`, `ping`,
+//! and whatever a plugin understands. Decides what is answered; how a channel comes to be live is
+//! `attach`'s.
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use tokio::time::{Instant, timeout_at};
+
+use crate::attach;
+use crate::channel::Channel;
+use crate::close::{CloseReason, Violation};
+use crate::cursor::Since;
+use crate::event::frame;
+use crate::hub::Hub;
+use crate::message::{self, ErrorCode, Unsubscribed};
+use crate::plugin::{Admission, Inbound, Received};
+use crate::revocation::CheckOutcome;
+use crate::session::{Flood, Held, Session, Stage};
+
+/// Longest `ref` that is echoed, in bytes of JSON.
+const MAX_REFERENCE_BYTES: usize = 128;
+/// What a `subscribe` with `since` costs of the message rate: it reads history (contract).
+const REPLAY_COST: f64 = 10.0;
+/// Longest span of `busy` (contract).
+const MAX_BUSY: Duration = Duration::from_secs(60);
+
+/// What a client asked for and has not got yet; worked off one at a time.
+#[derive(Default)]
+pub(crate) struct Asks {
+    queue: VecDeque<ChannelAsk>,
+    /// The one under way.
+    pub current: Option<Arc<ChannelAsk>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    Join(Since),
+    Leave,
+}
+
+/// A `subscribe` or `unsubscribe` waiting for its turn.
+#[derive(Debug)]
+pub(crate) struct ChannelAsk {
+    pub reference: Option<Box<RawValue>>,
+    pub channel: Channel,
+    wish: Wish,
+    deadline: Instant,
+}
+
+#[derive(Deserialize)]
+struct Kind<'a> {
+    #[serde(borrow, rename = "type")]
+    kind: Cow<'a, str>,
+    #[serde(borrow, rename = "ref")]
+    reference: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct ChannelFields<'a> {
+    #[serde(borrow)]
+    channel: Cow<'a, str>,
+    #[serde(borrow)]
+    since: Option<Cow<'a, str>>,
+}
+
+#[derive(Deserialize)]
+struct AuthFields<'a> {
+    #[serde(borrow)]
+    token: Cow<'a, str>,
+}
+
+#[derive(Deserialize)]
+struct BusyFields {
+    for_ms: u64,
+}
+
+/// A whole message came in. Called by the session's driver, in order; never waits.
+pub(crate) fn received(hub: &Arc<Hub>, session: &Arc<Session>, message: Inbound) {
+    let now = Instant::now();
+    if session.info.admission == Admission::Raw {
+        return offer_to_plugins(hub, session, &message, None);
+    }
+    if !has_room(hub, session, 1.0, now, None) {
+        return;
+    }
+    let text = match &message {
+        Inbound::Binary(_) => return offer_to_plugins(hub, session, &message, None),
+        Inbound::Text(text) => text.clone(),
+    };
+    match parse::<Kind<'_>>(&text) {
+        Some(kind) if kind.reference.is_none_or(|r| r.get().len() <= MAX_REFERENCE_BYTES) => {
+            known(hub, session, &message, &text, &kind, now);
+        }
+        _ => say_error(session, None, ErrorCode::BadMessage, "a message is a JSON object with a type", None),
+    }
+}
+
+fn known(hub: &Arc<Hub>, session: &Arc<Session>, message: &Inbound, text: &Bytes, kind: &Kind<'_>, now: Instant) {
+    let reference = kind.reference;
+    match &*kind.kind {
+        "subscribe" | "unsubscribe" => match parse::<ChannelFields<'_>>(text) {
+            Some(fields) => channel_ask(hub, session, reference, &kind.kind, &fields, now),
+            None => say_error(session, reference, ErrorCode::BadMessage, "channel must be a string, since a string", None),
+        },
+        "auth" => match parse::<AuthFields<'_>>(text) {
+            Some(fields) => auth(hub, session, reference, &fields.token),
+            None => say_error(session, reference, ErrorCode::BadMessage, "token must be a string", None),
+        },
+        "busy" => match parse::<BusyFields>(text).map(|f| Duration::from_millis(f.for_ms)) {
+            Some(span) if span <= MAX_BUSY => session.lock().set_busy(now, span),
+            _ => say_error(session, reference, ErrorCode::BadMessage, "for_ms must be a whole number up to 60000", None),
+        },
+        "ping" => session.say(&message::pong()),
+        _ => offer_to_plugins(hub, session, message, reference),
+    }
+}
+
+/// A JSON object (an array would fit a struct, too).
+fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Option<T> {
+    let first = text.iter().find(|b| !b.is_ascii_whitespace())?;
+    (*first == b'{').then(|| serde_json::from_slice(text).ok()).flatten()
+}
+
+fn has_room(hub: &Arc<Hub>, session: &Arc<Session>, cost: f64, now: Instant, reference: Option<&RawValue>) -> bool {
+    let taken = session.lock().take_messages(cost, now, &hub.config.session);
+    match taken {
+        Ok(()) => true,
+        Err(Flood::Over(after)) => {
+            say_error(session, reference, ErrorCode::RateLimited, "too many messages", Some(after));
+            false
+        }
+        Err(Flood::Far) => {
+            hub.end(session, CloseReason::BadMessage(Violation::Policy));
+            false
+        }
+    }
+}
+
+fn say_error(session: &Session, reference: Option<&RawValue>, code: ErrorCode, text: &str, after: Option<Duration>) {
+    session.say(&message::error(reference, code, text, after));
+}
+
+fn offer_to_plugins(hub: &Arc<Hub>, session: &Arc<Session>, message: &Inbound, reference: Option<&RawValue>) {
+    match hub.plugins.received(&session.info, message) {
+        Received::Handled => {}
+        Received::Reply(Inbound::Text(bytes)) => session.send(frame(0x1, &bytes)),
+        Received::Reply(Inbound::Binary(bytes)) => session.send(frame(0x2, &bytes)),
+        Received::Leave(reason) => hub.end(session, reason),
+        Received::Pass => match message {
+            Inbound::Binary(_) => hub.end(session, CloseReason::BadMessage(Violation::Unsupported)),
+            Inbound::Text(_) if session.info.admission == Admission::Raw => {}
+            Inbound::Text(_) => say_error(session, reference, ErrorCode::UnknownType, "no such message type", None),
+        },
+    }
+    // Answers count like events: who does not read them is slow.
+    if session.is_over(hub.config.session.outbox_bytes) {
+        hub.end(session, CloseReason::Slow);
+    }
+}
+
+fn channel_ask(
+    hub: &Arc<Hub>,
+    session: &Arc<Session>,
+    reference: Option<&RawValue>,
+    kind: &str,
+    fields: &ChannelFields<'_>,
+    now: Instant,
+) {
+    let Ok(channel) = Channel::new(&fields.channel) else {
+        let text = "a channel name has 1 to 200 bytes of A-Z a-z 0-9 _ - . : + @ = , / | ~ %";
+        return say_error(session, reference, ErrorCode::UnknownChannel, text, None);
+    };
+    let wish = if kind == "unsubscribe" {
+        Wish::Leave
+    } else {
+        let since = Since::parse(fields.since.as_deref().unwrap_or_default().as_bytes());
+        if since != Since::Now && !has_room(hub, session, REPLAY_COST - 1.0, now, reference) {
+            return;
+        }
+        let identity = session.lock().identity.clone();
+        if !hub.plugins.may_subscribe(&identity, &channel) {
+            return say_error(session, reference, ErrorCode::Forbidden, "this token does not grant the channel", None);
+        }
+        Wish::Join(since)
+    };
+    let deadline = now + hub.config.auth_timeout;
+    let ask = ChannelAsk { reference: reference.map(ToOwned::to_owned), channel, wish, deadline };
+    enqueue(hub, session, ask);
+}
+
+fn enqueue(hub: &Arc<Hub>, session: &Arc<Session>, ask: ChannelAsk) {
+    let mut state = session.lock();
+    if state.is_over() {
+        return;
+    }
+    let n_queued = state.asks.as_ref().map_or(0, |asks| asks.queue.len());
+    // Leaving is always possible; the queue is bounded by the same number all the same.
+    if n_queued >= hub.config.max_channels {
+        drop(state);
+        return say_error(session, ask.reference.as_deref(), ErrorCode::TooManyChannels, "too many channels asked for at once", None);
+    }
+    let is_first = state.asks.is_none();
+    state.asks.get_or_insert_default().queue.push_back(ask);
+    drop(state);
+    if is_first {
+        hub.tasks.spawn(work_off(hub.clone(), session.clone()));
+    }
+}
+
+/// Works off what one session asked for, in order, one replay at a time. Ends when nothing is left
+/// or the session does.
+async fn work_off(hub: Arc<Hub>, session: Arc<Session>) {
+    while let Some(ask) = next_ask(&session) {
+        match ask.wish {
+            Wish::Leave => {
+                hub.leave_channel(&session, &ask.channel);
+                let position = hub.session_position(&session);
+                session.say(&message::ok(ask.reference.as_deref(), Some(&ask.channel), None, position));
+            }
+            Wish::Join(since) => join(&hub, &session, &ask, since).await,
+        }
+    }
+}
+
+fn next_ask(session: &Session) -> Option<Arc<ChannelAsk>> {
+    let mut state = session.lock();
+    let asks = state.asks.as_mut()?;
+    match asks.queue.pop_front() {
+        Some(ask) => {
+            let ask = Arc::new(ask);
+            asks.current = Some(ask.clone());
+            Some(ask)
+        }
+        None => {
+            state.asks = None;
+            None
+        }
+    }
+}
+
+async fn join(hub: &Arc<Hub>, session: &Arc<Session>, ask: &ChannelAsk, since: Since) {
+    let reference = ask.reference.as_deref();
+    let opened = session.until(|state| state.stage != Stage::Opening);
+    if timeout_at(ask.deadline, opened).await.is_err() {
+        return say_error(session, reference, ErrorCode::Unavailable, "the session is not ready yet", None);
+    }
+    let (is_held, n_subs) = {
+        let state = session.lock();
+        (state.find(&ask.channel).is_some(), state.n_subs())
+    };
+    if is_held {
+        let position = hub.session_position(session);
+        return session.say(&message::ok(reference, Some(&ask.channel), Some(message::Resume::Ok), position));
+    }
+    if n_subs >= hub.config.max_channels {
+        let text = format!("a session hears at most {} channels (GATEWAY_MAX_CHANNELS)", hub.config.max_channels);
+        return say_error(session, reference, ErrorCode::TooManyChannels, &text, None);
+    }
+    hub.join_channel(session, &ask.channel, Some(Box::new(Held::new())));
+    let ended = session.until(|state| state.is_over());
+    let joined = async {
+        tokio::select! {
+            biased;
+            () = ended => {}
+            _ = attach::subscribe(hub, session, &ask.channel, since) => {}
+        }
+    };
+    if timeout_at(ask.deadline, joined).await.is_err() {
+        hub.leave_channel(session, &ask.channel);
+        say_error(session, reference, ErrorCode::Unavailable, "the backplane did not answer in time", None);
+    }
+}
+
+fn auth(hub: &Arc<Hub>, session: &Arc<Session>, reference: Option<&RawValue>, token: &str) {
+    let identity = match hub.verifier.verify(token, hub.clock.unix()) {
+        Ok(identity) => identity,
+        Err(denied) => {
+            let code = match denied.code() {
+                crate::refusal::RefusalCode::TokenExpired => ErrorCode::TokenExpired,
+                _ => ErrorCode::TokenInvalid,
+            };
+            return say_error(session, reference, code, denied.detail(), None);
+        }
+    };
+    if identity.user != session.info.identity.user {
+        return say_error(session, reference, ErrorCode::TokenInvalid, "the token is of another sub", None);
+    }
+    let (hub, session) = (hub.clone(), session.clone());
+    let reference = reference.map(ToOwned::to_owned);
+    hub.tasks.clone().spawn(async move {
+        let reference = reference.as_deref();
+        match hub.revocations.check(&identity).await {
+            CheckOutcome::Revoked => say_error(&session, reference, ErrorCode::TokenRevoked, "the token was revoked", None),
+            CheckOutcome::Unavailable => {
+                say_error(&session, reference, ErrorCode::Unavailable, "the revocation list cannot be read now", None);
+            }
+            CheckOutcome::Good => {
+                hub.replace_identity(&session, &identity);
+                let position = hub.session_position(&session);
+                session.say(&message::ok(reference, None, None, position));
+            }
+        }
+    });
+}
+
+/// Takes away what the session's identity no longer grants.
+pub(crate) fn withdraw(hub: &Arc<Hub>, session: &Arc<Session>, reason: Unsubscribed) {
+    let (identity, channels): (_, Vec<Channel>) = {
+        let state = session.lock();
+        (state.identity.clone(), state.subs.iter().flatten().map(|sub| sub.channel.clone()).collect())
+    };
+    for channel in channels {
+        if !hub.plugins.may_subscribe(&identity, &channel) {
+            hub.leave_channel(session, &channel);
+            session.say(&message::unsubscribed(&channel, reason));
+        }
+    }
+}
