@@ -1,1 +1,437 @@
-//! (being written)
+//! Was this identity revoked? Decides how the backplane's list is asked so that a crowd costs few
+//! questions, what its answers mean, and what holds while it cannot answer. Keys and their names
+//! are the backplane's; what a refused or unchecked session gets is the edge's and the hub's.
+//!
+//! Checks that arrive while one question is under way share the next: one in flight a node, no
+//! timer, so an idle node asks at once and a busy one asks in large batches. A key that several
+//! wait for is asked once.
+//!
+//! What this node has seen revoked is remembered. In the first seconds it decides by itself; later
+//! the list decides (somebody may have taken the revocation back), and the memory holds only where
+//! the list cannot be read.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, VecDeque};
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::auth::Identity;
+use crate::backplane::{Backplane, Revocation, RevocationKey, Unavailable};
+use crate::limit::{Capacity, Seat};
+
+/// Most checks that wait at one time, in the queue and in flight. At 100 to 1000 admissions a
+/// second and a deadline of 1 s it is never reached but by a fault.
+pub const MAX_WAITING: usize = 8_192;
+/// Most checks that share one question: up to three keys each, about 1 ms of one Redis.
+const MAX_BATCH: usize = 1_024;
+/// Most revocations remembered, about 10 MiB. The oldest go first.
+const MAX_REMEMBERED: usize = 65_536;
+/// So long after it was seen, a revocation decides without a question, and an answer that was read
+/// before it was written cannot undo it.
+const FRESH: Duration = Duration::from_secs(10);
+
+/// What a new session gets while the list cannot be read (`GATEWAY_REVOCATION_UNAVAILABLE`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhenUnavailable {
+    /// Not now (503), never "revoked".
+    Refuse,
+    /// Admission, checked as soon as the list can be read again.
+    Allow,
+}
+
+/// How `Revocations` works.
+#[derive(Clone, Copy, Debug)]
+pub struct RevocationConfig {
+    /// What the caller is to do at `CheckOutcome::Unavailable`.
+    pub when_unavailable: WhenUnavailable,
+    /// A check, and each question to the backplane, takes at most so long
+    /// (`GATEWAY_AUTH_TIMEOUT` less what the rest of an admission needs).
+    pub deadline: Duration,
+    /// A revocation that was seen is remembered so long (`GATEWAY_REVOCATION_TTL`).
+    pub remember: Duration,
+}
+
+/// What is known about an identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CheckOutcome {
+    /// Not revoked, says the list.
+    Good,
+    /// Revoked, says the list or what this node has seen.
+    Revoked,
+    /// Nobody can say now. `Revocations::when_unavailable` tells what to do.
+    Unavailable,
+}
+
+/// Who answered. Label of `gateway_revocation_checks_total`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CheckSource {
+    /// Nothing to ask, or seen by this node.
+    Local,
+    /// The backplane.
+    Backplane,
+    /// Nobody.
+    Nobody,
+}
+
+impl CheckSource {
+    /// Every source.
+    pub const ALL: [CheckSource; 3] = [CheckSource::Local, CheckSource::Backplane, CheckSource::Nobody];
+
+    /// The label.
+    pub fn word(self) -> &'static str {
+        match self {
+            CheckSource::Local => "local",
+            CheckSource::Backplane => "backplane",
+            CheckSource::Nobody => "nobody",
+        }
+    }
+}
+
+type Answers = Vec<Option<String>>;
+
+/// One check's question. Dropped with its seat when it was answered or its asker is gone.
+struct Question {
+    keys: Vec<RevocationKey>,
+    answer: oneshot::Sender<Option<Answers>>,
+    _seat: Seat,
+}
+
+/// The revocation list as this node sees it. Its one task ends when it is dropped.
+#[derive(Debug)]
+pub struct Revocations {
+    config: RevocationConfig,
+    waiting: Capacity,
+    questions: mpsc::Sender<Question>,
+    list: Arc<List>,
+    seen: Seen,
+    n_checks: [AtomicU64; 3],
+    is_oddity_told: AtomicBool,
+    _asking: AbortOnDropHandle<()>,
+}
+
+impl Revocations {
+    /// Starts the task that asks; call it inside a tokio runtime.
+    pub fn new(backplane: Arc<dyn Backplane>, config: RevocationConfig) -> Self {
+        let (questions, asked) = mpsc::channel(MAX_WAITING);
+        let list = Arc::new(List { backplane, deadline: config.deadline, is_away: AtomicBool::new(false) });
+        let asking = tokio::spawn(ask_in_batches(list.clone(), asked));
+        Self {
+            config,
+            waiting: Capacity::new(MAX_WAITING),
+            questions,
+            list,
+            seen: Seen::new(MAX_REMEMBERED, config.remember),
+            n_checks: Default::default(),
+            is_oddity_told: AtomicBool::new(false),
+            _asking: AbortOnDropHandle::new(asking),
+        }
+    }
+
+    /// Asks whether `who` was revoked; answers within the deadline. Over `MAX_WAITING` checks at
+    /// one time the answer is `Unavailable` at once. An identity without `sub`, `jti` and `sid`
+    /// needs no question.
+    ///
+    /// Between this answer and the moment at which the session is registered a revocation may
+    /// arrive: ask `is_seen` once more after that moment.
+    ///
+    /// # Cancel safety
+    /// Dropping the future takes the question back; nobody else's answer changes.
+    pub async fn check(&self, who: &Identity) -> CheckOutcome {
+        let keys = keys_of(who);
+        if keys.is_empty() {
+            return self.count(CheckSource::Local, CheckOutcome::Good);
+        }
+        let asked_at = Instant::now();
+        if self.seen.is_fresh(&keys, who, asked_at) {
+            return self.count(CheckSource::Local, CheckOutcome::Revoked);
+        }
+        match self.ask(keys.clone(), asked_at + self.config.deadline).await {
+            Some(answers) => {
+                let outcome = self.judge(who, &keys, &answers, asked_at);
+                self.count(CheckSource::Backplane, outcome)
+            }
+            None if self.seen.is_any(&keys, who) => self.count(CheckSource::Local, CheckOutcome::Revoked),
+            None => self.count(CheckSource::Nobody, CheckOutcome::Unavailable),
+        }
+    }
+
+    /// Asks about many open sessions in one question of its own: for a sweep, in pages of some
+    /// hundreds, and for sessions that were admitted unchecked. Which are revoked, in their order.
+    ///
+    /// # Errors
+    /// `Unavailable`: keep the sessions, ask again later.
+    pub async fn sweep(&self, who: &[Arc<Identity>]) -> Result<Vec<bool>, Unavailable> {
+        let asked_at = Instant::now();
+        let each: Vec<Vec<RevocationKey>> = who.iter().map(|who| keys_of(who)).collect();
+        let mut answers = self.list.read(each.concat()).await?.into_iter();
+        let revoked = who.iter().zip(&each).map(|(who, keys)| {
+            let own: Answers = answers.by_ref().take(keys.len()).collect();
+            self.judge(who, keys, &own, asked_at) == CheckOutcome::Revoked
+        });
+        Ok(revoked.collect())
+    }
+
+    /// This node saw a revocation: it holds from now on, whatever the backplane can say.
+    pub fn note(&self, revocation: &Revocation) {
+        self.seen.note(revocation.key.clone(), revocation.before, Instant::now());
+    }
+
+    /// Has this node seen `who` revoked? Asks nobody.
+    pub fn is_seen(&self, who: &Identity) -> bool {
+        self.seen.is_any(&keys_of(who), who)
+    }
+
+    /// What to do at `CheckOutcome::Unavailable`.
+    pub fn when_unavailable(&self) -> WhenUnavailable {
+        self.config.when_unavailable
+    }
+
+    /// Checks so far that were answered by `source`.
+    pub fn n_checks(&self, source: CheckSource) -> u64 {
+        self.n_checks[source as usize].load(Ordering::Relaxed)
+    }
+
+    /// Checks that wait now.
+    pub fn n_waiting(&self) -> usize {
+        self.waiting.n_taken()
+    }
+
+    async fn ask(&self, keys: Vec<RevocationKey>, deadline: Instant) -> Option<Answers> {
+        let (answer, answered) = oneshot::channel();
+        let question = Question { keys, answer, _seat: self.waiting.try_acquire()? };
+        // Never full: there are as many seats as places.
+        self.questions.try_send(question).ok()?;
+        timeout_at(deadline, answered).await.ok()?.ok()?
+    }
+
+    /// What the list's answers mean for `who`, and what they teach this node.
+    fn judge(
+        &self,
+        who: &Identity,
+        keys: &[RevocationKey],
+        answers: &[Option<String>],
+        asked_at: Instant,
+    ) -> CheckOutcome {
+        let mut is_revoked = false;
+        for (key, answer) in keys.iter().zip(answers) {
+            let Some(value) = answer else {
+                self.seen.forget_older(key, asked_at);
+                continue;
+            };
+            let before = match key {
+                RevocationKey::Sub(_) => self.read_time(value, who.issued_at),
+                RevocationKey::Jti(_) | RevocationKey::Sid(_) => Some(u64::MAX),
+            };
+            if let Some(before) = before.filter(|&before| before >= who.issued_at) {
+                self.seen.note(key.clone(), before, asked_at);
+                is_revoked = true;
+            }
+        }
+        // What was seen while the question was under way is newer than the answer.
+        if is_revoked || self.seen.is_fresh(keys, who, Instant::now()) {
+            CheckOutcome::Revoked
+        } else {
+            CheckOutcome::Good
+        }
+    }
+
+    /// A revocation whose time cannot be read revokes the token at hand: somebody meant something.
+    /// `None`: a time before 1970, at which no token was issued.
+    fn read_time(&self, value: &str, issued_at: u64) -> Option<u64> {
+        let value = value.trim();
+        if let Ok(whole) = value.parse() {
+            return Some(whole);
+        }
+        match value.parse::<f64>() {
+            // The conversion saturates.
+            Ok(float) if float.is_finite() => (float >= 0.0).then_some(float as u64),
+            _ => {
+                if !self.is_oddity_told.swap(true, Ordering::Relaxed) {
+                    tracing::warn!("a user's revocation holds no Unix time: that user's tokens are taken as revoked");
+                }
+                Some(issued_at)
+            }
+        }
+    }
+
+    fn count(&self, source: CheckSource, outcome: CheckOutcome) -> CheckOutcome {
+        self.n_checks[source as usize].fetch_add(1, Ordering::Relaxed);
+        outcome
+    }
+}
+
+fn keys_of(who: &Identity) -> Vec<RevocationKey> {
+    let jti = who.jti.clone().map(RevocationKey::Jti);
+    let sid = who.sid.clone().map(RevocationKey::Sid);
+    let sub = who.user.clone().map(RevocationKey::Sub);
+    [jti, sid, sub].into_iter().flatten().collect()
+}
+
+/// The backplane's list, asked under a deadline.
+struct List {
+    backplane: Arc<dyn Backplane>,
+    deadline: Duration,
+    is_away: AtomicBool,
+}
+
+impl std::fmt::Debug for List {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("List")
+    }
+}
+
+impl List {
+    /// One answer a key, in their order.
+    async fn read(&self, keys: Vec<RevocationKey>) -> Result<Answers, Unavailable> {
+        if keys.is_empty() {
+            return Ok(Answers::new());
+        }
+        let n_keys = keys.len();
+        // The call itself may panic as well as its future.
+        let call = AssertUnwindSafe(async { self.backplane.revocations(keys).await }).catch_unwind();
+        let answers = match timeout_at(Instant::now() + self.deadline, call).await {
+            Ok(Ok(Ok(answers))) if answers.len() == n_keys => Ok(answers),
+            Ok(Ok(Ok(_))) => Err(Unavailable("the revocation list gave too few or too many answers".into())),
+            Ok(Ok(Err(unavailable))) => Err(unavailable),
+            Ok(Err(_)) => Err(Unavailable("reading the revocation list panicked".into())),
+            Err(_) => Err(Unavailable("the revocation list did not answer in time".into())),
+        };
+        self.tell_once(&answers);
+        answers
+    }
+
+    /// One line when the list goes away, one when it is back.
+    fn tell_once(&self, answers: &Result<Answers, Unavailable>) {
+        let was_away = self.is_away.swap(answers.is_err(), Ordering::Relaxed);
+        match answers {
+            Err(error) if !was_away => tracing::warn!(%error, "the revocation list cannot be read"),
+            Ok(_) if was_away => tracing::info!("the revocation list can be read again"),
+            _ => {}
+        }
+    }
+}
+
+/// The one task: what queued while the last question was under way makes the next one.
+async fn ask_in_batches(list: Arc<List>, mut asked: mpsc::Receiver<Question>) {
+    let mut batch = Vec::new();
+    while asked.recv_many(&mut batch, MAX_BATCH).await > 0 {
+        batch.retain(|question: &Question| !question.answer.is_closed());
+        let mut places = HashMap::new();
+        let mut keys = Vec::new();
+        for key in batch.iter().flat_map(|question| &question.keys) {
+            places.entry(key.clone()).or_insert_with(|| {
+                keys.push(key.clone());
+                keys.len() - 1
+            });
+        }
+        let answers = list.read(keys).await.ok();
+        for question in batch.drain(..) {
+            let own =
+                answers.as_ref().map(|answers| question.keys.iter().map(|key| answers[places[key]].clone()).collect());
+            // An error says that the asker is gone.
+            let _ = question.answer.send(own);
+        }
+    }
+}
+
+/// What this node has seen revoked: bounded, the oldest forgotten first.
+#[derive(Debug)]
+struct Seen {
+    max: usize,
+    remember: Duration,
+    notes: Mutex<Notes>,
+}
+
+#[derive(Debug, Default)]
+struct Notes {
+    by_key: HashMap<RevocationKey, Note>,
+    /// In the order of their time; an entry whose time is not its note's any more is void.
+    order: VecDeque<(Instant, RevocationKey)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Note {
+    before: u64,
+    seen_at: Instant,
+}
+
+impl Note {
+    fn covers(&self, key: &RevocationKey, who: &Identity) -> bool {
+        match key {
+            RevocationKey::Sub(_) => self.before >= who.issued_at,
+            RevocationKey::Jti(_) | RevocationKey::Sid(_) => true,
+        }
+    }
+}
+
+impl Seen {
+    fn new(max: usize, remember: Duration) -> Self {
+        Self { max, remember, notes: Mutex::default() }
+    }
+
+    fn note(&self, key: RevocationKey, before: u64, now: Instant) {
+        let mut notes = self.lock();
+        let known = notes.by_key.get(&key).copied();
+        // Never weaker and never older than what is known.
+        let note = Note {
+            before: known.map_or(before, |known| known.before.max(before)),
+            seen_at: known.map_or(now, |known| known.seen_at.max(now)),
+        };
+        notes.by_key.insert(key.clone(), note);
+        if known.is_none_or(|known| known.seen_at < note.seen_at) {
+            notes.order.push_back((note.seen_at, key));
+        }
+        while let Some((seen_at, _)) = notes.order.front() {
+            let is_over = now.saturating_duration_since(*seen_at) >= self.remember;
+            if !is_over && notes.order.len() <= self.max {
+                break;
+            }
+            if let Some((seen_at, key)) = notes.order.pop_front()
+                && notes.by_key.get(&key).is_some_and(|note| note.seen_at == seen_at)
+            {
+                notes.by_key.remove(&key);
+            }
+        }
+    }
+
+    /// The list does not hold this key (any more), and was asked after the grace of what was seen.
+    fn forget_older(&self, key: &RevocationKey, asked_at: Instant) {
+        let mut notes = self.lock();
+        if notes.by_key.get(key).is_some_and(|note| asked_at.saturating_duration_since(note.seen_at) >= FRESH) {
+            notes.by_key.remove(key);
+        }
+    }
+
+    /// Revoked by something seen so recently that nobody need be asked?
+    fn is_fresh(&self, keys: &[RevocationKey], who: &Identity, now: Instant) -> bool {
+        self.is(keys, who, now, FRESH.min(self.remember))
+    }
+
+    /// Revoked by anything that is remembered?
+    fn is_any(&self, keys: &[RevocationKey], who: &Identity) -> bool {
+        self.is(keys, who, Instant::now(), self.remember)
+    }
+
+    fn is(&self, keys: &[RevocationKey], who: &Identity, now: Instant, within: Duration) -> bool {
+        let notes = self.lock();
+        keys.iter().any(|key| {
+            notes
+                .by_key
+                .get(key)
+                .is_some_and(|note| now.saturating_duration_since(note.seen_at) < within && note.covers(key, who))
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().expect("no panic while the notes are held")
+    }
+}

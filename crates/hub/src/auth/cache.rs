@@ -1,0 +1,156 @@
+//! What need not be verified twice: a bounded memory of good tokens. It takes the signature out of
+//! a reconnect storm (measured: 0.3 µs a look-up against 30 to 130 µs a signature). Decides only
+//! what to forget; whether a remembered token is still in time is asked by the caller every time.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use super::Verified;
+
+/// Most tokens remembered: more than `GATEWAY_MAX_SESSIONS`' default, so that a node's whole crowd
+/// fits.
+pub(super) const CAPACITY: usize = 65_536;
+/// Most bytes of token text that the remembered identities may stand for; an identity is about as
+/// large as its token. 64 MiB is `CAPACITY` at 1 KiB, a large token.
+pub(super) const CAPACITY_BYTES: usize = 64 * 1024 * 1024;
+
+/// SHA-256 of the token's text: the text itself is never kept.
+type Mark = [u8; 32];
+
+/// Two generations: what is used moves to the young one; when that has half the capacity the old
+/// one is forgotten and the young one grows old. Every call is O(1) (amortised).
+#[derive(Debug)]
+pub(super) struct Cache {
+    half: usize,
+    half_bytes: usize,
+    generations: Mutex<Generations>,
+}
+
+#[derive(Default)]
+struct Generations {
+    young: HashMap<Mark, (Verified, usize)>,
+    young_bytes: usize,
+    old: HashMap<Mark, (Verified, usize)>,
+}
+
+impl std::fmt::Debug for Generations {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} tokens", self.young.len() + self.old.len())
+    }
+}
+
+impl Cache {
+    /// At most `capacity` tokens of `capacity_bytes` of text in all.
+    pub(super) fn new(capacity: usize, capacity_bytes: usize) -> Self {
+        Self { half: (capacity / 2).max(1), half_bytes: capacity_bytes / 2, generations: Mutex::default() }
+    }
+
+    /// What is remembered of the token with this mark.
+    pub(super) fn get(&self, mark: &Mark) -> Option<Verified> {
+        let mut generations = self.lock();
+        if let Some((known, _)) = generations.young.get(mark) {
+            return Some(known.clone());
+        }
+        let (known, n_bytes) = generations.old.remove(mark)?;
+        self.remember(&mut generations, *mark, known.clone(), n_bytes);
+        Some(known)
+    }
+
+    /// Remembers a token whose text has `n_bytes`.
+    pub(super) fn put(&self, mark: Mark, verified: Verified, n_bytes: usize) {
+        if n_bytes > self.half_bytes {
+            return;
+        }
+        self.remember(&mut self.lock(), mark, verified, n_bytes);
+    }
+
+    /// Forgets it.
+    pub(super) fn remove(&self, mark: &Mark) {
+        let mut generations = self.lock();
+        if let Some((_, n_bytes)) = generations.young.remove(mark) {
+            generations.young_bytes -= n_bytes;
+        }
+        generations.old.remove(mark);
+    }
+
+    fn remember(&self, generations: &mut Generations, mark: Mark, verified: Verified, n_bytes: usize) {
+        if generations.young.len() >= self.half || generations.young_bytes + n_bytes > self.half_bytes {
+            generations.old = std::mem::take(&mut generations.young);
+            generations.young_bytes = 0;
+        }
+        if let Some((_, before)) = generations.young.insert(mark, (verified, n_bytes)) {
+            generations.young_bytes -= before;
+        }
+        generations.young_bytes += n_bytes;
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Generations> {
+        self.generations.lock().expect("no panic while the token cache is held")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::auth::Identity;
+    use crate::channel::Grants;
+
+    fn somebody() -> Verified {
+        let identity =
+            Identity { user: None, jti: None, sid: None, issued_at: 0, expires_at: None, grants: Grants::default() };
+        Verified { identity: Arc::new(identity), not_before: Duration::ZERO }
+    }
+
+    fn mark(i: u32) -> Mark {
+        let mut mark = [0; 32];
+        mark[..4].copy_from_slice(&i.to_be_bytes());
+        mark
+    }
+
+    fn n_held(cache: &Cache) -> usize {
+        let generations = cache.lock();
+        generations.young.len() + generations.old.len()
+    }
+
+    #[test]
+    fn it_never_holds_more_than_its_capacity_and_keeps_what_is_used() {
+        let cache = Cache::new(100, 1 << 20);
+        cache.put(mark(u32::MAX), somebody(), 10);
+        for i in 0..10_000 {
+            cache.put(mark(i), somebody(), 10);
+            assert!(n_held(&cache) <= 100, "{i}");
+            assert!(cache.get(&mark(u32::MAX)).is_some(), "in use, forgotten at {i}");
+        }
+        assert!(cache.get(&mark(0)).is_none());
+        assert!(cache.get(&mark(9_999)).is_some());
+    }
+
+    #[test]
+    fn large_tokens_fill_it_by_bytes() {
+        let cache = Cache::new(1_000, 1_000);
+        for i in 0..100 {
+            cache.put(mark(i), somebody(), 100);
+        }
+        assert!(n_held(&cache) <= 10, "{}", n_held(&cache));
+        cache.put(mark(200), somebody(), 501);
+        assert!(cache.get(&mark(200)).is_none(), "more than half of all");
+        cache.put(mark(201), somebody(), 500);
+        assert!(cache.get(&mark(201)).is_some());
+    }
+
+    #[test]
+    fn what_is_removed_is_gone_from_both_generations() {
+        let cache = Cache::new(4, 1_000);
+        for i in 0..3 {
+            cache.put(mark(i), somebody(), 10);
+        }
+        cache.remove(&mark(0));
+        cache.remove(&mark(2));
+        assert!(cache.get(&mark(0)).is_none());
+        assert!(cache.get(&mark(2)).is_none());
+        assert!(cache.get(&mark(1)).is_some());
+    }
+}
