@@ -80,7 +80,11 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Alive<S> {
         Pin::new(&mut self.stream).poll_write(cx, buf)
     }
 
-    fn poll_write_vectored(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bufs: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
     }
 
@@ -120,7 +124,10 @@ mod tests {
         };
         tokio::select! { () = writer => unreachable!(), () = reader => {} }
         let took = start.elapsed();
-        assert!(took >= 2 * LIMIT - Duration::from_millis(1) && took < 2 * LIMIT + Duration::from_millis(5), "{took:?}");
+        assert!(
+            took >= 2 * LIMIT - Duration::from_millis(1) && took < 2 * LIMIT + Duration::from_millis(5),
+            "{took:?}"
+        );
     }
 
     #[tokio::test(start_paused = true)]

@@ -114,7 +114,11 @@ mod tests {
             }
         }
         for (n, ceiling) in ceilings.iter().enumerate() {
-            assert!(highest[n] > secs(ceiling * 0.95), "full jitter reaches the ceiling of delay {n}: {:?}", highest[n]);
+            assert!(
+                highest[n] > secs(ceiling * 0.95),
+                "full jitter reaches the ceiling of delay {n}: {:?}",
+                highest[n]
+            );
         }
     }
 

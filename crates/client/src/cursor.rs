@@ -130,7 +130,10 @@ mod tests {
     #[test]
     fn ready_replaces_it_downwards_too() {
         assert_eq!(heard("9-0", &[r#"{"type":"ready","resume":"gap","id":"2-0"}"#]).as_deref(), Some("2-0"));
-        assert_eq!(heard("0~9-0,1~9-0", &[r#"{"type":"ready","resume":"gap","id":"1~2-0"}"#]).as_deref(), Some("1~2-0"));
+        assert_eq!(
+            heard("0~9-0,1~9-0", &[r#"{"type":"ready","resume":"gap","id":"1~2-0"}"#]).as_deref(),
+            Some("1~2-0")
+        );
         assert_eq!(heard("9-0", &[r#"{"type":"ready","resume":"new"}"#]).as_deref(), Some("9-0"));
     }
 
@@ -139,7 +142,10 @@ mod tests {
         let messages = [event("0~5-1"), event("1~3-0"), event("0~6-0")];
         let messages: Vec<&str> = messages.iter().map(String::as_str).collect();
         assert_eq!(heard("", &messages).as_deref(), Some("0~6-0,1~3-0"));
-        assert_eq!(heard("0~6-0,1~3-0", &[r#"{"type":"position","id":"0~7-0,1~7-0"}"#]).as_deref(), Some("0~7-0,1~7-0"));
+        assert_eq!(
+            heard("0~6-0,1~3-0", &[r#"{"type":"position","id":"0~7-0,1~7-0"}"#]).as_deref(),
+            Some("0~7-0,1~7-0")
+        );
         assert_eq!(heard("0", &[&event("0~5-1")]).as_deref(), Some("0~5-1"), "a start cursor belongs to no partition");
     }
 

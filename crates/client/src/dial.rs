@@ -220,7 +220,8 @@ impl Attempt {
     }
 
     fn request(&self) -> Result<Request<Empty<Bytes>>, Aftermath> {
-        let mut request = Request::get(self.target.uri(self.transport, &self.channels)).header(HOST, &self.target.authority);
+        let mut request =
+            Request::get(self.target.uri(self.transport, &self.channels)).header(HOST, &self.target.authority);
         request = match self.transport {
             Transport::Sse => request.header(ACCEPT, "text/event-stream"),
             Transport::Ws => request
@@ -298,7 +299,8 @@ mod tests {
 
     #[test]
     fn retry_after_counts_whole_seconds_only() {
-        let of = |value: &'static str| retry_after(&HeaderMap::from_iter([(RETRY_AFTER, HeaderValue::from_static(value))]));
+        let of =
+            |value: &'static str| retry_after(&HeaderMap::from_iter([(RETRY_AFTER, HeaderValue::from_static(value))]));
         assert_eq!(of("7"), Some(Duration::from_secs(7)));
         assert_eq!(of("Wed, 21 Oct 2015 07:28:00 GMT"), None);
         assert_eq!(of("-1"), None);

@@ -49,8 +49,14 @@ pub(crate) struct Token {
 #[derive(Debug)]
 pub(crate) enum Command {
     Subscribe(Ask),
-    Unsubscribe { reference: String, channel: String },
-    Auth { reference: String, token: String },
+    Unsubscribe {
+        reference: String,
+        channel: String,
+    },
+    Auth {
+        reference: String,
+        token: String,
+    },
     /// Sent if connected, else dropped.
     Send(String),
     Close,
@@ -96,8 +102,14 @@ enum Say<'a> {
         #[serde(skip_serializing_if = "Option::is_none")]
         since: Option<&'a str>,
     },
-    Unsubscribe { r#ref: &'a str, channel: &'a str },
-    Auth { r#ref: &'a str, token: &'a str },
+    Unsubscribe {
+        r#ref: &'a str,
+        channel: &'a str,
+    },
+    Auth {
+        r#ref: &'a str,
+        token: &'a str,
+    },
 }
 
 impl Driver {

@@ -313,14 +313,15 @@ mod tests {
         assert_eq!((hello.session.as_str(), hello.channels.len(), hello.heartbeat_ms), ("s1", 2, Some(25_000)));
         assert_eq!(hello.reconnect.map(|r| (r.min_ms, r.max_ms, r.first_max_ms)), Some((500, 30_000, 5_000)));
 
-        let Ok(Message::Ready(ready)) = Message::parse(r#"{"type":"ready","resume":"gap","replayed":3,"id":"5-1"}"#) else {
+        let Ok(Message::Ready(ready)) = Message::parse(r#"{"type":"ready","resume":"gap","replayed":3,"id":"5-1"}"#)
+        else {
             panic!("ready")
         };
         assert_eq!((ready.resume, ready.replayed, ready.id.as_deref()), (Resume::Gap, 3, Some("5-1")));
 
-        let Ok(Message::Bye(bye)) =
-            Message::parse(r#"{"type":"bye","reason":"drain","code":1001,"reconnect":"after","after_ms":12,"id":"5-1"}"#)
-        else {
+        let Ok(Message::Bye(bye)) = Message::parse(
+            r#"{"type":"bye","reason":"drain","code":1001,"reconnect":"after","after_ms":12,"id":"5-1"}"#,
+        ) else {
             panic!("bye")
         };
         assert_eq!((bye.code, bye.reconnect, bye.after_ms), (Some(1001), Reconnect::After, Some(12)));

@@ -168,7 +168,12 @@ mod tests {
     #[test]
     fn a_line_may_end_in_cr_lf_or_both() {
         let expected = [event("message", "a", None), event("message", "b", None)];
-        for stream in ["data: a\n\ndata: b\n\n", "data: a\r\rdata: b\r\r", "data: a\r\n\r\ndata: b\r\n\r\n", "data: a\r\n\rdata: b\n\r"] {
+        for stream in [
+            "data: a\n\ndata: b\n\n",
+            "data: a\r\rdata: b\r\r",
+            "data: a\r\n\r\ndata: b\r\n\r\n",
+            "data: a\r\n\rdata: b\n\r",
+        ] {
             assert_eq!(parse(stream.as_bytes()), expected, "{stream:?}");
         }
     }
@@ -187,13 +192,21 @@ mod tests {
     fn an_id_is_given_once_and_an_id_with_nul_never() {
         assert_eq!(
             parse(b"id: 5-1\ndata: a\n\ndata: b\n\nid: x\0y\ndata: c\n\nid\ndata: d\n\n"),
-            [event("message", "a", Some("5-1")), event("message", "b", None), event("message", "c", None), event("message", "d", Some(""))]
+            [
+                event("message", "a", Some("5-1")),
+                event("message", "b", None),
+                event("message", "c", None),
+                event("message", "d", Some(""))
+            ]
         );
     }
 
     #[test]
     fn comments_unknown_fields_and_an_unfinished_block_are_skipped() {
-        assert_eq!(parse(b": hb\n\n:\n\nfoo: 1\nDATA: 2\ndata: a\nevent: ready\n\ndata: cut"), [event("ready", "a", None)]);
+        assert_eq!(
+            parse(b": hb\n\n:\n\nfoo: 1\nDATA: 2\ndata: a\nevent: ready\n\ndata: cut"),
+            [event("ready", "a", None)]
+        );
     }
 
     #[test]

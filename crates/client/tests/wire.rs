@@ -93,7 +93,8 @@ impl Peer {
 
 /// The value of a header of a request head.
 fn header<'a>(head: &'a str, name: &str) -> Option<&'a str> {
-    head.lines().find_map(|line| line.split_once(": ").filter(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, value)| value))
+    head.lines()
+        .find_map(|line| line.split_once(": ").filter(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, value)| value))
 }
 
 async fn until<T>(client: &mut Client, mut pick: impl FnMut(Message) -> Option<T>) -> T {
@@ -287,16 +288,23 @@ async fn a_refusal_that_can_pass_is_waited_for_and_any_other_ends_the_client() {
     let mut client = builder.connect().unwrap();
     let body = r#"{"code":"overloaded","retry_after_ms":30}"#;
     let (_, mut peer) = server.request().await;
-    peer.bytes(&format!("HTTP/1.1 503 Service Unavailable\r\nRetry-After: 60\r\nContent-Length: {}\r\n\r\n{body}", body.len()))
-        .await;
+    peer.bytes(&format!(
+        "HTTP/1.1 503 Service Unavailable\r\nRetry-After: 60\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    ))
+    .await;
     let retry_in = until(&mut client, |message| match message {
         Message::Lost(lost) => Some(lost.retry_in),
         _ => None,
     })
     .await;
-    assert!(retry_in >= Duration::from_millis(30) && retry_in < Duration::from_millis(1_030), "the finer figure counts: {retry_in:?}");
+    assert!(
+        retry_in >= Duration::from_millis(30) && retry_in < Duration::from_millis(1_030),
+        "the finer figure counts: {retry_in:?}"
+    );
     let (_, mut peer) = server.request().await;
-    peer.bytes("HTTP/1.1 403 Forbidden\r\nConnection: close\r\n\r\n{\"code\":\"forbidden\",\"detail\":\"not you\"}").await;
+    peer.bytes("HTTP/1.1 403 Forbidden\r\nConnection: close\r\n\r\n{\"code\":\"forbidden\",\"detail\":\"not you\"}")
+        .await;
     drop(peer);
     while client.next().await.is_some() {}
     assert_eq!(client.end(), Some(&End::Refused { status: 403, code: "forbidden".into(), detail: "not you".into() }));
@@ -327,7 +335,10 @@ async fn sse_resumes_with_the_id_line_and_takes_a_soft_refusal() {
     assert_eq!(header(&head, "accept"), Some("text/event-stream"));
     peer.bytes(HEAD).await;
     peer.bytes("retry: 1500\nevent: hello\ndata: {\"type\":\"hello\",\"session\":\"s\"}\n\n: hb\n\n").await;
-    peer.bytes("event: gap\nid: 4-0\ndata: {\"type\":\"gap\",\"channel\":\"c\",\"reason\":\"evicted\",\"id\":\"4-0\"}\n\n").await;
+    peer.bytes(
+        "event: gap\nid: 4-0\ndata: {\"type\":\"gap\",\"channel\":\"c\",\"reason\":\"evicted\",\"id\":\"4-0\"}\n\n",
+    )
+    .await;
     peer.bytes("id: 5-0\ndata: {\"type\":\"event\",\"channel\":\"c\",\"id\":\"5-0\",\"data\":{}}\n\n").await;
     until(&mut client, |message| matches!(message, Message::Gap(_)).then_some(())).await;
     assert_eq!(client.cursor().as_deref(), Some("4-0"), "the wire's own cursor");
