@@ -726,6 +726,11 @@ impl Open {
         &self.session
     }
 
+    /// The first batch: the response head, and `hello` if it is queued, in one write.
+    pub fn begin(&self, head: bytes::Bytes) -> Batch {
+        self.session.lock().outbox.take_behind(head)
+    }
+
     /// See `Session::attend`.
     pub fn attend(&self, waker: &Waker, batch: &mut Batch) -> Attention {
         self.session.attend(waker, batch)

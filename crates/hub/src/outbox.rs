@@ -101,6 +101,17 @@ impl Outbox {
         Batch { queue: std::mem::take(&mut self.queue), offset: 0 }
     }
 
+    /// Everything queued, behind `head`, in one batch: a response head and the first words leave
+    /// in one write.
+    pub fn take_behind(&mut self, head: Bytes) -> Batch {
+        self.bytes += head.len();
+        let mut batch = self.take();
+        if let Some(first) = batch.queue.first.replace(Item::Own(head)) {
+            batch.queue.rest.get_or_insert_default().push_front(first);
+        }
+        batch
+    }
+
     /// The kernel took `n` bytes (or a batch of `n` bytes was thrown away).
     pub fn written(&mut self, n: usize) {
         self.bytes = self.bytes.saturating_sub(n);
@@ -124,11 +135,6 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// A batch of one item (a response head).
-    pub fn of(bytes: Bytes) -> Self {
-        Self { queue: Queue { first: Some(Item::Own(bytes)), rest: None }, offset: 0 }
-    }
-
     /// Is everything written?
     pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
@@ -212,9 +218,18 @@ mod tests {
         batch.advance(Wire::Ws, 1, |_| {});
         assert_eq!(batch.discard_unbegun(Wire::Ws), 8);
         assert_eq!(rest(&batch), "ne");
-        let mut untouched = Batch::of(Bytes::from_static(b"head"));
+        let mut untouched = Outbox::default().take_behind(Bytes::from_static(b"head"));
         assert_eq!(untouched.discard_unbegun(Wire::Ws), 4);
         assert!(untouched.is_empty());
+    }
+
+    #[test]
+    fn a_head_leaves_before_what_was_queued_and_is_counted() {
+        let mut outbox = Outbox::default();
+        outbox.push(own("hello"), Wire::Ws);
+        outbox.push(own("!"), Wire::Ws);
+        let batch = outbox.take_behind(Bytes::from_static(b"head "));
+        assert_eq!((rest(&batch).as_str(), outbox.bytes()), ("head hello!", 11));
     }
 
     #[test]

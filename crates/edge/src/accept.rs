@@ -1,0 +1,318 @@
+//! The public listener: may this socket exist, and until when must its head be here? Decides how
+//! many handshakes are in flight, which of them is dropped when there are too many, and how a
+//! socket goes from the HTTP library to its driver.
+//!
+//! hyper reads one head a connection (keep-alive is off on this listener: it serves streams). A
+//! stream is taken out of hyper before anything was answered, so no answer of hyper's can be half
+//! written, its buffers go, and our own head is the first thing on the bare socket.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hub::refusal::{Refusal, RefusalCode};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response};
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::admit::{Answer, Gate};
+use crate::drive::Driver;
+use crate::origin::CorsHeaders;
+use crate::reject;
+
+/// Largest request head. 32 KiB: room for the largest cookies that browsers send and a token
+/// besides; beyond it 431.
+const MAX_HEAD: usize = 32 * 1024;
+
+/// Most header lines; beyond it 431.
+const MAX_HEADERS: usize = 128;
+
+/// Settings of the listener.
+#[derive(Clone, Copy, Debug)]
+pub struct AcceptConfig {
+    /// `GATEWAY_HANDSHAKES`: in flight from accept until the response head is written.
+    pub handshakes: usize,
+    /// `GATEWAY_HEAD_TIMEOUT`: from accept until the request's head is here.
+    pub head_timeout: Duration,
+    /// `GATEWAY_CLOSE_TIMEOUT`: for the peer's end after ours.
+    pub close_timeout: Duration,
+}
+
+/// Where clients come from: sockets, or a test's pipes.
+pub trait Incoming: Send + 'static {
+    /// One client's byte stream.
+    type Socket: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+
+    /// The next client.
+    ///
+    /// # Errors
+    /// Of the moment (no descriptor left, say): wait a little and ask again.
+    ///
+    /// # Cancel safety
+    /// No client is lost.
+    fn accept(&mut self) -> impl Future<Output = io::Result<(Self::Socket, SocketAddr)>> + Send;
+}
+
+/// A listening TCP socket with the options that streams need.
+pub struct Tcp {
+    listener: TcpListener,
+    /// Unacknowledged bytes end a connection after this; otherwise a peer that vanished without a
+    /// word would be noticed only when the kernel's buffer is full.
+    user_timeout: Duration,
+}
+
+impl Tcp {
+    /// `user_timeout`: heartbeat timeout and write timeout together are a good value.
+    pub fn new(listener: TcpListener, user_timeout: Duration) -> Self {
+        Self { listener, user_timeout }
+    }
+}
+
+impl Incoming for Tcp {
+    type Socket = TcpStream;
+
+    async fn accept(&mut self) -> io::Result<(TcpStream, SocketAddr)> {
+        let (socket, peer) = self.listener.accept().await?;
+        // Neither is worth losing a client for.
+        let _ = socket.set_nodelay(true);
+        #[cfg(target_os = "linux")]
+        let _ = socket2::SockRef::from(&socket).set_tcp_user_timeout(Some(self.user_timeout));
+        Ok((socket, peer))
+    }
+}
+
+/// Accepts until `stop`. Connections are tasks of `tasks`.
+pub async fn serve<I: Incoming>(
+    mut incoming: I,
+    gate: Arc<Gate>,
+    config: AcceptConfig,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+) {
+    let heads = Arc::new(Heads::new(config.handshakes));
+    loop {
+        let accepted = tokio::select! {
+            accepted = incoming.accept() => accepted,
+            () = stop.cancelled() => return,
+        };
+        match accepted {
+            Ok((socket, peer)) => match heads.enter() {
+                Some(in_flight) => {
+                    let task = connection(socket, peer, gate.clone(), in_flight, config, tasks.clone());
+                    tasks.spawn(task);
+                }
+                None => {
+                    tasks.spawn(turn_away(socket, gate.clone()));
+                }
+            },
+            Err(e) => {
+                tracing::warn!(error = %e, "accept failed");
+                sleep(Duration::from_millis(50)).await;
+            }
+        }
+    }
+}
+
+/// Full, and everybody in flight waits for us: the newcomer is refused unread.
+async fn turn_away<S: AsyncWrite + Unpin>(mut socket: S, gate: Arc<Gate>) {
+    let refusal = Refusal::retry(
+        RefusalCode::Overloaded,
+        "too many handshakes in flight (GATEWAY_HANDSHAKES)",
+        gate.bucket.promise(Instant::now()),
+    );
+    gate.metrics.refused(refusal.code);
+    let answer = reject::response_bytes(&refusal, &CorsHeaders::none(), gate.dice.unit());
+    let _ = timeout(Duration::from_secs(1), async {
+        socket.write_all(&answer).await?;
+        socket.shutdown().await
+    })
+    .await;
+}
+
+async fn connection<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
+    socket: S,
+    peer: SocketAddr,
+    gate: Arc<Gate>,
+    in_flight: InFlight,
+    config: AcceptConfig,
+    tasks: TaskTracker,
+) {
+    let (hand_over, handed_over) = oneshot::channel();
+    let hand_over = Arc::new(Mutex::new(Some(hand_over)));
+    let id = in_flight.id;
+    let heads = in_flight.heads.clone();
+    let service = service_fn(|request: Request<hyper::body::Incoming>| {
+        heads.is_read(id);
+        let (gate, hand_over) = (gate.clone(), hand_over.clone());
+        Box::pin(async move {
+            let (head, _) = request.into_parts();
+            match gate.answer(&head, peer.ip()).await {
+                Answer::Respond(mut response) => {
+                    response.headers_mut().insert(http::header::CONNECTION, http::HeaderValue::from_static("close"));
+                    Ok::<Response<Full<Bytes>>, Infallible>(response)
+                }
+                bare => {
+                    let hand_over = hand_over.lock().expect("a few lines").take();
+                    // The receiver takes the socket and drops this future with the rest of hyper.
+                    let _ = hand_over.map(|hand_over| hand_over.send(bare));
+                    std::future::pending().await
+                }
+            }
+        })
+    });
+    let mut http = http1::Builder::new();
+    http.keep_alive(false).header_read_timeout(None).max_buf_size(MAX_HEAD).max_headers(MAX_HEADERS);
+    let mut conn = http.serve_connection(TokioIo::new(socket), service);
+    let late = sleep_until(Instant::now() + config.head_timeout);
+    tokio::pin!(late);
+    let bare = tokio::select! {
+        biased;
+        Ok(bare) = handed_over => bare,
+        ended = &mut conn => {
+            if let Err(e) = ended {
+                note_bad_head(&gate, &in_flight, &e);
+            }
+            return;
+        }
+        () = async { late.as_mut().await; in_flight.unread().await } => {
+            gate.metrics.refused(RefusalCode::HeadTimeout);
+            return;
+        }
+        () = in_flight.dropped.cancelled() => {
+            gate.metrics.refused(RefusalCode::HeadTimeout);
+            return;
+        }
+    };
+    let parts = conn.into_parts();
+    let (socket, early) = (parts.io.into_inner(), parts.read_buf);
+    match bare {
+        Answer::Stream(opened) => {
+            // A fresh small task: this one has hyper's size.
+            tasks.spawn(Driver::new(socket, opened.open, opened.head, &early, in_flight));
+        }
+        Answer::Say(bytes) => say_and_end(socket, &bytes, config.close_timeout).await,
+        Answer::Respond(_) => unreachable!("answered by the HTTP library"),
+    }
+}
+
+/// hyper answered by itself (400, 431) or the client left; only the former is a refusal.
+fn note_bad_head(gate: &Gate, in_flight: &InFlight, e: &hyper::Error) {
+    if e.is_parse_too_large() {
+        gate.metrics.refused(RefusalCode::HeadTooLarge);
+    } else if e.is_parse() {
+        gate.metrics.refused(RefusalCode::BadRequest);
+    }
+    tracing::debug!(error = %e, was_read = in_flight.heads.was_read(in_flight.id), "connection over");
+}
+
+async fn say_and_end<S: AsyncRead + AsyncWrite + Unpin>(mut socket: S, bytes: &[u8], close_timeout: Duration) {
+    let said = timeout(close_timeout, async {
+        socket.write_all(bytes).await?;
+        socket.shutdown().await?;
+        // Closing with unread bytes would reset what was just said.
+        let mut scratch = [0; 512];
+        while socket.read(&mut scratch).await? > 0 {}
+        io::Result::Ok(())
+    });
+    let _ = said.await;
+}
+
+/// Handshakes in flight, and which of them still wait for the client's head.
+struct Heads {
+    max: usize,
+    inner: Mutex<HeadsInner>,
+}
+
+#[derive(Default)]
+struct HeadsInner {
+    n: usize,
+    next: u64,
+    /// In order of arrival.
+    unread: BTreeMap<u64, CancellationToken>,
+}
+
+impl Heads {
+    fn new(max: usize) -> Self {
+        Self { max, inner: Mutex::default() }
+    }
+
+    /// A place for a newcomer. Full: the longest incomplete head loses its own, so that slow heads
+    /// do not shut the door; where all heads are complete, there is none.
+    fn enter(self: &Arc<Self>) -> Option<InFlight> {
+        let mut inner = self.inner.lock().expect("a few lines");
+        if inner.n >= self.max {
+            let (_, oldest) = inner.unread.pop_first()?;
+            oldest.cancel();
+        }
+        inner.n += 1;
+        inner.next += 1;
+        let (id, dropped) = (inner.next, CancellationToken::new());
+        inner.unread.insert(id, dropped.clone());
+        Some(InFlight { heads: self.clone(), id, dropped })
+    }
+
+    fn is_read(&self, id: u64) {
+        self.inner.lock().expect("a few lines").unread.remove(&id);
+    }
+
+    fn was_read(&self, id: u64) -> bool {
+        !self.inner.lock().expect("a few lines").unread.contains_key(&id)
+    }
+}
+
+/// A handshake in flight; dropping it gives its place back.
+struct InFlight {
+    heads: Arc<Heads>,
+    id: u64,
+    /// Its place went to somebody else.
+    dropped: CancellationToken,
+}
+
+impl InFlight {
+    /// Returns if the head is not here; waits for ever if it is (admission has its own deadline).
+    async fn unread(&self) {
+        if self.heads.was_read(self.id) {
+            std::future::pending().await
+        }
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let mut inner = self.heads.inner.lock().expect("a few lines");
+        inner.n -= 1;
+        inner.unread.remove(&self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_house_drops_the_longest_incomplete_head_and_never_one_that_waits_for_us() {
+        let heads = Arc::new(Heads::new(2));
+        let (first, second) = (heads.enter().unwrap(), heads.enter().unwrap());
+        heads.is_read(first.id);
+        let third = heads.enter().unwrap();
+        assert!(second.dropped.is_cancelled() && !first.dropped.is_cancelled());
+        heads.is_read(third.id);
+        assert!(heads.enter().is_none());
+        drop(second);
+        drop(first);
+        assert!(heads.enter().is_some());
+    }
+}
