@@ -326,9 +326,9 @@ impl Backplane for Memory {
     }
 
     fn revocations(&self, keys: Vec<RevocationKey>) -> BoxFuture<'_, Result<Vec<Option<String>>, Unavailable>> {
-        Box::pin(async move {
-            self.call(|inner, now_ms| keys.iter().map(|key| inner.log.revoked(now_ms, key)).collect())
-        })
+        Box::pin(
+            async move { self.call(|inner, now_ms| keys.iter().map(|key| inner.log.revoked(now_ms, key)).collect()) },
+        )
     }
 
     fn revoke(&self, revocation: Revocation, ttl: Duration) -> BoxFuture<'_, Result<(), Unavailable>> {

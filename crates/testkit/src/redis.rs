@@ -8,7 +8,7 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -284,18 +284,6 @@ pub(crate) fn free_port() -> u16 {
 pub(crate) fn signal(pid: u32, name: &str) {
     let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().expect("`kill` exists");
     assert!(status.success(), "kill -{name} {pid}: {status}");
-}
-
-/// Waits for a process's end, at most `timeout`.
-pub(crate) fn wait_child(child: &mut Child, timeout: Duration) -> Option<ExitStatus> {
-    let until = Instant::now() + timeout;
-    loop {
-        match child.try_wait() {
-            Ok(Some(status)) => return Some(status),
-            _ if Instant::now() >= until => return None,
-            _ => pass(LOOK),
-        }
-    }
 }
 
 /// Blocks this thread for a moment, between two looks at another process.

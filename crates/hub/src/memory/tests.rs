@@ -10,7 +10,8 @@ use crate::cursor::EventId;
 use crate::event::Event;
 
 const HOUR: Duration = Duration::from_secs(3600);
-const CONFIG: MemoryConfig = MemoryConfig { history_size: 5, history_ttl: HOUR, idempotency_ttl: Duration::from_secs(300) };
+const CONFIG: MemoryConfig =
+    MemoryConfig { history_size: 5, history_ttl: HOUR, idempotency_ttl: Duration::from_secs(300) };
 
 fn log_of(config: MemoryConfig) -> Arc<MemoryLog> {
     MemoryLog::new(config, Clock::at(Duration::from_secs(1_764_460_000)), Dice::seeded(1))
@@ -39,7 +40,10 @@ async fn publish(node: &Memory, to: &str) -> EventId {
 }
 
 async fn next(link: &mut mpsc::Receiver<FromLink>) -> FromLink {
-    tokio::time::timeout(Duration::from_secs(5), link.recv()).await.expect("the link says something").expect("the link lives")
+    tokio::time::timeout(Duration::from_secs(5), link.recv())
+        .await
+        .expect("the link says something")
+        .expect("the link lives")
 }
 
 #[tokio::test(start_paused = true)]

@@ -237,7 +237,8 @@ async fn a_revocation_is_stored_and_told_to_every_node(bench: &dyn Bench) {
         RevocationKey::Sub("ü*".into()),
         RevocationKey::Sub("s".into()),
     ];
-    let made = [(&jti, 0), (&sid, 0), (&sub, 1_764_460_000)].map(|(key, before)| Revocation { key: key.clone(), before });
+    let made =
+        [(&jti, 0), (&sid, 0), (&sub, 1_764_460_000)].map(|(key, before)| Revocation { key: key.clone(), before });
     for revocation in &made {
         fleet.a.node.revoke(revocation.clone(), ttl).await.expect("the log can be reached");
     }

@@ -147,7 +147,8 @@ async fn here_start_and_after_give_nothing_all_and_the_rest(bench: &dyn Bench) {
     for i in 0..12 {
         given.push(a.log([&c, &d, &e][i % 3]).await);
     }
-    let read = b.read(ask(&[(&none, From::Start), (&d, From::After(given[4])), (&c, From::Start), (&e, From::Here)])).await;
+    let read =
+        b.read(ask(&[(&none, From::Start), (&d, From::After(given[4])), (&c, From::Start), (&e, From::Here)])).await;
     let expected = [0, 3, 6, 7, 9, 10].map(|i| given[i]);
     assert_eq!(ids(&read.events), expected, "merged over the channels");
     assert_eq!((read.broken, read.more, read.position), (None, false, given[11]));
@@ -179,7 +180,8 @@ async fn the_cap_keeps_the_newest_over_all_channels_and_names_what_was_cut(bench
     for to in [&old, &old, &mixed, &mixed, &new, &mixed] {
         given.push(a.log(to).await);
     }
-    let capped = |cap| ReadAsk { cap, ..ask(&[(&old, From::Start), (&mixed, From::Start), (&new, From::After(given[0]))]) };
+    let capped =
+        |cap| ReadAsk { cap, ..ask(&[(&old, From::Start), (&mixed, From::Start), (&new, From::After(given[0]))]) };
     for (cap, cut) in [
         (7, [false, false, false]),
         (6, [false, false, false]),
