@@ -126,6 +126,39 @@ pub async fn serve<I: Incoming>(
     }
 }
 
+/// How long an API client may take for a request's head, keep-alive included.
+const API_HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Serves an HTTP API (the back ends') until `stop`; ordinary requests, keep-alive on.
+pub async fn serve_api(listener: TcpListener, api: axum::Router, tasks: TaskTracker, stop: CancellationToken) {
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = stop.cancelled() => return,
+        };
+        let Ok((socket, _)) = accepted else {
+            sleep(Duration::from_millis(50)).await;
+            continue;
+        };
+        let service = hyper_util::service::TowerToHyperService::new(api.clone());
+        let mut http = http1::Builder::new();
+        http.timer(hyper_util::rt::TokioTimer::new()).header_read_timeout(API_HEAD_TIMEOUT);
+        let stop = stop.clone();
+        tasks.spawn(async move {
+            let conn = http.serve_connection(TokioIo::new(socket), service);
+            tokio::pin!(conn);
+            tokio::select! {
+                ended = conn.as_mut() => drop(ended),
+                () = stop.cancelled() => {
+                    // An answer that is being written is finished; nobody waits longer for it.
+                    conn.as_mut().graceful_shutdown();
+                    let _ = timeout(Duration::from_secs(1), conn).await;
+                }
+            }
+        });
+    }
+}
+
 /// Full, and everybody in flight waits for us: the newcomer is refused unread.
 async fn turn_away<S: AsyncWrite + Unpin>(mut socket: S, gate: Arc<Gate>) {
     let refusal = Refusal::retry(

@@ -147,6 +147,11 @@ impl AcceptBucket {
         Self { rate, bucket: Mutex::new(Bucket::full(&rate, Instant::now())), dice }
     }
 
+    /// Tokens it gains a second.
+    pub fn rate(&self) -> f64 {
+        self.rate.gain as f64 / TOKEN as f64
+    }
+
     /// Takes one place.
     ///
     /// # Errors

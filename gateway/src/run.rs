@@ -1,0 +1,351 @@
+//! A gateway from its configuration to its end: assembly, phases, the ordered stop. Decides who is
+//! started before whom and what a start is refused for; what each part does stands in its crate.
+//!
+//! Order of the start: listeners (their addresses are known first) → probes on their own thread →
+//! backplane → hub → doors. Order of the stop: readiness falls, grace, closes, then the doors, then
+//! the node's tasks, and the probes last, for somebody may still be asking.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use edge::accept::{self, AcceptConfig, Tcp};
+use edge::admin::{AdminKey, AdminState};
+use edge::admit::{Gate, GateConfig};
+use edge::probes::{Link, ProbeConfig, Probes, Vitals};
+use hub::auth::{KeyError, Verifier};
+use hub::backplane::Backplane;
+use hub::clock::{Clock, Dice};
+use hub::departure;
+use hub::hub::{Hub, Parts};
+use hub::limit::{AcceptBucket, AddressBuckets, Capacity};
+use hub::memory::{MemoryConfig, MemoryLog};
+use hub::plugin::Plugins;
+use hub::revocation::Revocations;
+use hub::telemetry::{Metrics, RedisLink};
+use redis_backplane::{ConfigError, RedisBackplane, StartError};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::config::Config;
+use crate::settings;
+
+/// The version that runs.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+const CLIENT_JS: &str = include_str!("../web/client.js");
+const CONSOLE: &str = include_str!("../web/console.html");
+
+/// The figures that are looked at rather than counted are looked at so often.
+const GAUGE_EVERY: Duration = Duration::from_secs(1);
+
+/// Why a gateway does not run (any more).
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// The configuration asks for what cannot be: exit 64.
+    #[error("{0}")]
+    Config(String),
+    /// A key of the configuration: exit 64.
+    #[error("the token keys cannot be used: {0}")]
+    Keys(#[from] KeyError),
+    /// A needed service is there and cannot be worked with: exit 69.
+    #[error("{0}")]
+    Service(#[from] StartError),
+    /// An address cannot be listened on: exit 69.
+    #[error("cannot listen on {address} ({variable}): {source}")]
+    Listen {
+        /// Where.
+        address: SocketAddr,
+        /// Which variable says so.
+        variable: &'static str,
+        /// The system's words.
+        source: io::Error,
+    },
+    /// Exit 70.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+}
+
+impl From<ConfigError> for RunError {
+    fn from(e: ConfigError) -> Self {
+        RunError::Config(e.to_string())
+    }
+}
+
+/// Where the gateway listens, once it does.
+#[derive(Clone, Copy, Debug)]
+pub struct Addresses {
+    /// Clients.
+    pub public: SocketAddr,
+    /// Back ends.
+    pub admin: SocketAddr,
+    /// Probes and metrics.
+    pub probes: SocketAddr,
+}
+
+/// How a gateway is asked to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// Drain, then end.
+    Drain,
+    /// End now, whoever is connected.
+    Now,
+}
+
+/// Runs until it has drained, or is told to end now. `stops` brings what outside asks for (a closed
+/// channel asks for nothing); `listening` is called once all three listeners stand.
+///
+/// # Errors
+/// See `RunError`; none once it serves.
+pub async fn run(
+    config: Config,
+    plugins: Plugins,
+    mut stops: mpsc::Receiver<Stop>,
+    listening: impl FnOnce(&Addresses),
+) -> Result<(), RunError> {
+    settings::refuse_what_is_not_there(&config)?;
+    let doors = Doors::bind(&config).await?;
+    let clock = Clock::system();
+    let seed = settings::seed();
+    let dice = Dice::seeded(seed);
+    let capacity = settings::capacity(&config);
+    let metrics = Metrics::new(VERSION);
+    let (backplane, redis) = connect(&config, &clock, &dice)?;
+    let vitals = Vitals::new(probe_config(&config), capacity, metrics.clone(), link_of(redis.clone()));
+    let addresses = doors.addresses()?;
+    let probes = Probes::start(doors.probes, vitals.clone())?;
+    settings::announce(&config, &addresses, seed)?;
+    listening(&addresses);
+
+    let node = Node::assemble(&config, plugins, backplane, metrics, clock, dice, capacity)?;
+    let tasks = TaskTracker::new();
+    let doors_close = CancellationToken::new();
+    tasks.spawn(doors_close.clone().run_until_cancelled_owned(vitals.clone().run_heartbeat()));
+    tasks.spawn(doors_close.clone().run_until_cancelled_owned(follow_phase(node.hub.clone(), vitals.clone())));
+    tasks.spawn(doors_close.clone().run_until_cancelled_owned(gauge(node.gate.clone(), redis.clone())));
+    let user_timeout = config.session.heartbeat_timeout + config.session.write_timeout;
+    let accept = AcceptConfig {
+        handshakes: config.admission.handshakes as usize,
+        head_timeout: config.admission.head_timeout,
+        close_timeout: config.session.close_timeout,
+    };
+    let public = Tcp::new(doors.public, user_timeout);
+    tasks.spawn(accept::serve(public, node.gate.clone(), accept, tasks.clone(), doors_close.clone()));
+    let api = edge::admin::router(node.admin_state(&config));
+    tasks.spawn(accept::serve_api(doors.admin, api, tasks.clone(), doors_close.clone()));
+
+    let ended = live(&node.hub, redis.as_deref(), &mut stops).await;
+    doors_close.cancel();
+    node.hub.shut_down().await;
+    vitals.set_phase(node.hub.phase());
+    probes.stop();
+    ended
+}
+
+/// Waits for the backplane, serves, drains.
+async fn live(hub: &Arc<Hub>, redis: Option<&RedisBackplane>, stops: &mut mpsc::Receiver<Stop>) -> Result<(), RunError> {
+    hub.start();
+    if let Some(redis) = redis {
+        tokio::select! {
+            ready = redis.wait_ready() => ready?,
+            // Nobody is connected, so there is nothing to drain.
+            Some(_) = stops.recv() => return Ok(()),
+        }
+    }
+    hub.serve();
+    let drained = departure::drain(hub);
+    tokio::pin!(drained);
+    loop {
+        tokio::select! {
+            ended = &mut drained => {
+                tracing::info!(sessions = ended.n_sessions, cut = ended.n_cut, "drained");
+                return Ok(());
+            }
+            Some(stop) = stops.recv() => match stop {
+                Stop::Drain => hub.drain(),
+                Stop::Now => {
+                    let cut = hub.load().n_sessions;
+                    tracing::warn!(cut, "ending at once, connections are cut");
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+struct Doors {
+    public: TcpListener,
+    admin: TcpListener,
+    probes: std::net::TcpListener,
+}
+
+impl Doors {
+    async fn bind(config: &Config) -> Result<Self, RunError> {
+        let listen = &config.listen;
+        let probes = std::net::TcpListener::bind(listen.probes);
+        Ok(Self {
+            public: bind(listen.public, "GATEWAY_LISTEN").await?,
+            admin: bind(listen.admin, "GATEWAY_ADMIN_LISTEN").await?,
+            probes: probes.map_err(|source| RunError::Listen {
+                address: listen.probes,
+                variable: "GATEWAY_PROBE_LISTEN",
+                source,
+            })?,
+        })
+    }
+
+    fn addresses(&self) -> io::Result<Addresses> {
+        Ok(Addresses {
+            public: self.public.local_addr()?,
+            admin: self.admin.local_addr()?,
+            probes: self.probes.local_addr()?,
+        })
+    }
+}
+
+async fn bind(address: SocketAddr, variable: &'static str) -> Result<TcpListener, RunError> {
+    TcpListener::bind(address).await.map_err(|source| RunError::Listen { address, variable, source })
+}
+
+/// The parts that sessions live in and come through.
+struct Node {
+    hub: Arc<Hub>,
+    gate: Arc<Gate>,
+}
+
+impl Node {
+    fn assemble(
+        config: &Config,
+        plugins: Plugins,
+        backplane: Arc<dyn Backplane>,
+        metrics: Arc<Metrics>,
+        clock: Clock,
+        dice: Dice,
+        capacity: usize,
+    ) -> Result<Self, RunError> {
+        let verifier = Arc::new(Verifier::new(settings::auth(config)?)?);
+        let revocations = Arc::new(Revocations::new(backplane.clone(), settings::revocation(config)));
+        let hub = Hub::new(Parts {
+            config: settings::hub(config, capacity),
+            backplane,
+            verifier: verifier.clone(),
+            revocations: revocations.clone(),
+            plugins: plugins.clone(),
+            metrics: metrics.clone(),
+            clock: clock.clone(),
+            dice: dice.clone(),
+        });
+        let admission = &config.admission;
+        let (ip_rate, ip_burst) = admission.address_bucket().unwrap_or((0, 0));
+        let gate = Gate {
+            config: GateConfig { client_js: CLIENT_JS, ..settings::gate(config)? },
+            hub: hub.clone(),
+            verifier,
+            revocations,
+            plugins,
+            metrics,
+            clock,
+            capacity: Capacity::new(capacity),
+            bucket: AcceptBucket::new(admission.accept_burst, f64::from(admission.accept_rate), dice.clone()),
+            addresses: AddressBuckets::new(ip_burst, f64::from(ip_rate), dice.clone()),
+            dice,
+        };
+        Ok(Self { hub, gate: Arc::new(gate) })
+    }
+
+    fn admin_state(&self, config: &Config) -> AdminState {
+        AdminState {
+            gateway: self.hub.handle(),
+            key: config.admin.key.as_ref().map(|key| AdminKey::new(key.expose())),
+            hosts: config.admin.hosts.clone(),
+            max_message: config.session.max_message_bytes,
+            revocation_ttl: config.revocation.ttl,
+            version: VERSION,
+            clock: self.gate.clock.clone(),
+            dice: self.gate.dice.clone(),
+            console: CONSOLE,
+            client_js: CLIENT_JS,
+        }
+    }
+}
+
+type Redis = Option<Arc<RedisBackplane>>;
+
+fn connect(config: &Config, clock: &Clock, dice: &Dice) -> Result<(Arc<dyn Backplane>, Redis), RunError> {
+    match settings::redis(config)? {
+        Some(redis) => {
+            let redis = Arc::new(RedisBackplane::connect(redis, dice.clone())?);
+            Ok((redis.clone(), Some(redis)))
+        }
+        None => {
+            let history = &config.history;
+            let log = MemoryLog::new(
+                MemoryConfig {
+                    history_size: history.size,
+                    history_ttl: history.ttl,
+                    idempotency_ttl: history.idempotency_ttl,
+                },
+                clock.clone(),
+                dice.clone(),
+            );
+            Ok((log.node(&config.node.name), None))
+        }
+    }
+}
+
+fn probe_config(config: &Config) -> ProbeConfig {
+    let probes = &config.probes;
+    ProbeConfig {
+        live_stale: probes.live_stale,
+        ready_headroom: probes.ready_headroom,
+        ready_lag: probes.ready_lag,
+        ready_redis: probes.looks_at_redis.then_some(probes.redis_grace),
+    }
+}
+
+fn link_of(redis: Redis) -> impl Fn() -> Link + Send + Sync + 'static {
+    let stats = redis.map(|redis| redis.stats());
+    move || match &stats {
+        None => Link::Up,
+        Some(stats) if stats.deaf.load(std::sync::atomic::Ordering::Relaxed) => Link::Deaf,
+        Some(stats) if stats.pubsub_up.load(std::sync::atomic::Ordering::Relaxed) => Link::Up,
+        Some(_) => Link::Down,
+    }
+}
+
+async fn follow_phase(hub: Arc<Hub>, vitals: Arc<Vitals>) {
+    let mut phases = hub.phases();
+    loop {
+        vitals.set_phase(*phases.borrow_and_update());
+        if phases.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Figures that are looked at: the bucket, the links.
+async fn gauge(gate: Arc<Gate>, redis: Redis) {
+    let stats = redis.map(|redis| redis.stats());
+    let mut every = interval(GAUGE_EVERY);
+    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut skipped = 0;
+    loop {
+        every.tick().await;
+        gate.metrics.accept(gate.bucket.rate(), gate.bucket.tokens(tokio::time::Instant::now()));
+        let Some(stats) = &stats else { continue };
+        for (name, is_up) in stats.links() {
+            if let Some(link) = RedisLink::ALL.iter().find(|link| link.word() == name) {
+                gate.metrics.redis_up(*link, is_up);
+            }
+        }
+        let now = stats.skipped.load(std::sync::atomic::Ordering::Relaxed);
+        for _ in skipped..now {
+            gate.metrics.skipped(hub::telemetry::SkipReason::Malformed);
+        }
+        skipped = now;
+    }
+}
