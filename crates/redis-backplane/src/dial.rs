@@ -1,0 +1,252 @@
+//! From a URL to connections. Decides which URLs are understood and how long a dial may take;
+//! everything that speaks to Redis gets its connection here, set up in full or not at all.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hub::clock::Dice;
+use redis::aio::{AsyncPushSender, MultiplexedConnection};
+use redis::{
+    AsyncConnectionConfig, Client, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, RedisError, TlsCertificates,
+};
+
+/// What of the configuration names the server. Hidden in every `Debug`.
+pub(crate) struct Address<'a> {
+    pub(crate) url: &'a str,
+    pub(crate) password: Option<&'a str>,
+    pub(crate) ca_file: Option<&'a PathBuf>,
+}
+
+/// The configuration cannot work, whatever Redis does. Never holds the URL.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The scheme is one that this version cannot serve.
+    #[error("{0} is not supported yet")]
+    Unsupported(&'static str),
+    /// No Redis URL.
+    #[error("the Redis URL is not understood: {0}")]
+    BadUrl(String),
+    /// The CA file cannot be read.
+    #[error("the Redis CA file cannot be read: {0}")]
+    CaFile(#[source] std::io::Error),
+    /// The prefix is empty or would break the key names.
+    #[error("the Redis prefix must have 1 to 100 bytes and no white space")]
+    Prefix,
+}
+
+/// Dials one server, for commands (RESP2) or for the pub/sub link (RESP3: confirmations and
+/// messages come in the order of the wire).
+#[derive(Clone)]
+pub(crate) struct Dialer {
+    commands: Client,
+    link: Client,
+    connect_timeout: Duration,
+}
+
+impl Dialer {
+    pub(crate) fn new(address: &Address<'_>, timeout: Duration) -> Result<Self, ConfigError> {
+        let info = connection_info(address)?;
+        let link = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
+        let link = info.clone().set_redis_settings(link);
+        Ok(Self {
+            commands: client(info, address.ca_file)?,
+            link: client(link, address.ca_file)?,
+            connect_timeout: connect_timeout(timeout),
+        })
+    }
+
+    /// For a pool that dials by itself.
+    pub(crate) fn info(&self) -> ConnectionInfo {
+        self.commands.get_connection_info().clone()
+    }
+
+    /// How long one dial may take, name resolution, TLS and AUTH included.
+    pub(crate) fn connect_timeout(&self) -> Duration {
+        self.connect_timeout
+    }
+
+    /// A connection for commands. Without a response time-out of its own: callers have deadlines.
+    pub(crate) async fn commands(&self) -> Result<MultiplexedConnection, RedisError> {
+        self.open(&self.commands, self.async_config()).await
+    }
+
+    /// A connection whose pushes go to `pushes`.
+    pub(crate) async fn link(&self, pushes: impl AsyncPushSender) -> Result<MultiplexedConnection, RedisError> {
+        self.open(&self.link, self.async_config().set_push_sender(pushes)).await
+    }
+
+    /// The settings of every connection for commands.
+    pub(crate) fn async_config(&self) -> AsyncConnectionConfig {
+        AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.connect_timeout))
+            .set_response_timeout(None)
+            .set_pipeline_buffer_size(512)
+    }
+
+    /// PING last: a server that is loading, or wants a password, accepts connections already.
+    async fn open(&self, client: &Client, config: AsyncConnectionConfig) -> Result<MultiplexedConnection, RedisError> {
+        let opened = tokio::time::timeout(self.connect_timeout, async {
+            let mut connection = client.get_multiplexed_async_connection_with_config(&config).await?;
+            redis::cmd("PING").exec_async(&mut connection).await?;
+            Ok(connection)
+        });
+        opened.await.unwrap_or_else(|_| Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()))
+    }
+}
+
+/// Four commands' worth, as TLS and AUTH take round trips, and at least a second.
+fn connect_timeout(timeout: Duration) -> Duration {
+    (timeout * 4).max(Duration::from_secs(1))
+}
+
+fn connection_info(address: &Address<'_>) -> Result<ConnectionInfo, ConfigError> {
+    let scheme = address.url.split_once("://").map_or("", |(scheme, _)| scheme);
+    match scheme {
+        "redis" | "unix" | "redis+unix" => {}
+        // The process's crypto library; somebody else may have installed it already.
+        "rediss" => drop(rustls::crypto::aws_lc_rs::default_provider().install_default()),
+        "redis+cluster" | "rediss+cluster" => return Err(ConfigError::Unsupported("redis+cluster://")),
+        "redis+sentinel" | "rediss+sentinel" => return Err(ConfigError::Unsupported("redis+sentinel://")),
+        _ => return Err(ConfigError::BadUrl("expected redis://, rediss:// or unix://".to_owned())),
+    }
+    let info = address.url.into_connection_info().map_err(|e| ConfigError::BadUrl(e.category().to_owned()))?;
+    Ok(match address.password {
+        None => info,
+        Some(password) => {
+            let settings = info.redis_settings().clone().set_password(password);
+            info.set_redis_settings(settings)
+        }
+    })
+}
+
+fn client(info: ConnectionInfo, ca_file: Option<&PathBuf>) -> Result<Client, ConfigError> {
+    let root_cert = ca_file.map(std::fs::read).transpose().map_err(ConfigError::CaFile)?;
+    let client = match root_cert {
+        None => Client::open(info),
+        Some(root) => Client::build_with_tls(info, TlsCertificates { client_tls: None, root_cert: Some(root) }),
+    };
+    client.map_err(|e| ConfigError::BadUrl(e.category().to_owned()))
+}
+
+/// How long to wait before the next dial: doubling to about two seconds, never in step with others.
+pub(crate) struct Backoff {
+    dice: Dice,
+    failures: u32,
+}
+
+impl Backoff {
+    /// A connection that lived so long was a good one.
+    pub(crate) const GOOD: Duration = Duration::from_secs(2);
+
+    pub(crate) fn new(dice: Dice) -> Self {
+        Self { dice, failures: 0 }
+    }
+
+    pub(crate) fn next(&mut self) -> Duration {
+        let whole = Duration::from_millis(50) * 2u32.saturating_pow(self.failures).min(40);
+        self.failures = self.failures.saturating_add(1);
+        self.dice.between(whole / 2, whole)
+    }
+
+    pub(crate) fn reset(&mut self) {
+        self.failures = 0;
+    }
+}
+
+/// What an error means to whoever made the call.
+#[derive(Clone, Debug)]
+pub(crate) enum Fault {
+    /// The library is not loaded.
+    Missing,
+    /// A Function refused its arguments; nothing was changed.
+    Refused(String),
+    /// The server takes no writes (demoted, or a replica): another one does.
+    Demoted,
+    /// The connection is useless; the call may or may not have been executed.
+    Broken(String),
+    /// No answer in time, or an answer that says "not now".
+    Down(String),
+}
+
+impl Fault {
+    pub(crate) fn of(error: &RedisError) -> Self {
+        let code = error.code().unwrap_or_default();
+        let detail = error.detail().unwrap_or_default();
+        match code {
+            "READONLY" => Fault::Demoted,
+            "ERR" if detail.contains("Function not found") => Fault::Missing,
+            "LOADING" | "MASTERDOWN" | "NOAUTH" | "WRONGPASS" | "CLUSTERDOWN" => Fault::Broken(code.to_owned()),
+            "TOOLARGE" => Fault::Refused(format!("{code} {detail}")),
+            code if code.starts_with("BAD") => Fault::Refused(format!("{code} {detail}")),
+            "" if error.is_io_error() || error.is_unrecoverable_error() => Fault::Broken(error.category().to_owned()),
+            "" => Fault::Down(error.category().to_owned()),
+            code => Fault::Down(format!("{code} {detail}")),
+        }
+    }
+
+    /// Is the connection that gave this of no more use?
+    pub(crate) fn is_fatal(&self) -> bool {
+        matches!(self, Fault::Demoted | Fault::Broken(_))
+    }
+
+    pub(crate) fn text(&self) -> String {
+        match self {
+            Fault::Missing => "the function library is not loaded".to_owned(),
+            Fault::Demoted => "READONLY".to_owned(),
+            Fault::Refused(text) | Fault::Broken(text) | Fault::Down(text) => text.clone(),
+        }
+    }
+}
+
+impl From<Fault> for hub::backplane::Unavailable {
+    fn from(fault: Fault) -> Self {
+        hub::backplane::Unavailable(fault.text())
+    }
+}
+
+/// Shared by everything that dials.
+pub(crate) type SharedDialer = Arc<Dialer>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dialer(url: &str) -> Result<Dialer, ConfigError> {
+        Dialer::new(&Address { url, password: None, ca_file: None }, Duration::from_millis(250))
+    }
+
+    #[test]
+    fn urls_that_cannot_be_served_are_refused_without_being_shown() {
+        for bad in [
+            "",
+            "localhost",
+            "http://secret@x",
+            "redis+cluster://secret@x",
+            "redis+sentinel://secret@x",
+            "redis://:secret@[x",
+        ] {
+            let error = dialer(bad).err().expect(bad).to_string();
+            assert!(!error.contains("secret"), "{error}");
+        }
+        for good in ["redis://127.0.0.1:1", "rediss://u:p@localhost:1/2", "unix:///tmp/x.sock"] {
+            assert!(dialer(good).is_ok(), "{good}");
+        }
+    }
+
+    #[test]
+    fn a_password_that_fits_no_url_is_given_apart() {
+        let address = Address { url: "redis://bob@127.0.0.1:1", password: Some("p@ss:/?#[]% word"), ca_file: None };
+        let info = Dialer::new(&address, Duration::from_millis(250)).unwrap().info();
+        assert_eq!(info.redis_settings().password(), Some("p@ss:/?#[]% word"));
+        assert_eq!(info.redis_settings().username(), Some("bob"));
+    }
+
+    #[test]
+    fn redials_are_spread_and_never_stop() {
+        let mut backoff = Backoff::new(Dice::seeded(7));
+        let waits: Vec<_> = (0..100).map(|_| backoff.next()).collect();
+        assert!(waits[0] < Duration::from_millis(51));
+        assert!(waits[20..].iter().all(|w| (Duration::from_secs(1)..Duration::from_secs(2)).contains(w)));
+    }
+}

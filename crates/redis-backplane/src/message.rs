@@ -1,0 +1,142 @@
+//! What stands in a pub/sub message. Decides which payloads are events, beacons, revocations;
+//! everything else is `None` and counted by the caller, never an error: anybody may publish
+//! anything to a pub/sub channel, and one bad message must not end the link.
+
+use bytes::Bytes;
+use hub::backplane::{Revocation, RevocationKey};
+use hub::channel::Channel;
+use hub::cursor::EventId;
+use hub::event::Event;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use crate::log::name_of;
+
+/// An event from a channel's live messages: `<id> <name>\n<data>` as the Function publishes it
+/// (`-` for the id of an ephemeral one), or `{"event"?,"data"}` from any Redis client.
+pub(crate) fn event(channel: Channel, payload: Vec<u8>, max_data: usize) -> Option<Event> {
+    let payload = Bytes::from(payload);
+    match payload.first()? {
+        b'0'..=b'9' | b'-' => framed(channel, payload),
+        _ => plain(channel, &payload, max_data),
+    }
+}
+
+fn framed(channel: Channel, payload: Bytes) -> Option<Event> {
+    let end = payload.iter().position(|b| *b == b'\n')?;
+    let (id, name) = std::str::from_utf8(&payload[..end]).ok()?.split_once(' ')?;
+    let id = match id {
+        "-" => None,
+        id => Some(id.parse().ok()?),
+    };
+    let name = name_of(name)?;
+    let data = payload.slice(end + 1..);
+    Event::check_data(&data).ok()?;
+    Some(Event { channel, id, name, data })
+}
+
+#[derive(Deserialize)]
+struct Plain<'a> {
+    event: Option<String>,
+    #[serde(borrow)]
+    data: &'a RawValue,
+}
+
+fn plain(channel: Channel, payload: &Bytes, max_data: usize) -> Option<Event> {
+    let text = std::str::from_utf8(payload).ok()?;
+    let Plain { event, data } = serde_json::from_str(text).ok()?;
+    let name = match event {
+        None => None,
+        Some(name) => Some(name_of(&name)??),
+    };
+    let data = data.get();
+    (data.len() <= max_data).then(|| Event { channel, id: None, name, data: payload.slice_ref(data.as_bytes()) })
+}
+
+/// A beacon: `<position> <nonce>`.
+pub(crate) fn beacon(payload: &[u8]) -> Option<(EventId, &str)> {
+    let (id, nonce) = std::str::from_utf8(payload).ok()?.split_once(' ')?;
+    Some((id.parse().ok()?, nonce))
+}
+
+/// From the control channel: `revoked <kind> <before> <value>`. `Some(None)`: a word of a later
+/// version, which is not ours to understand.
+pub(crate) fn control(payload: &[u8]) -> Option<Option<Revocation>> {
+    let text = std::str::from_utf8(payload).ok()?;
+    let Some(rest) = text.strip_prefix("revoked ") else { return Some(None) };
+    let (kind, rest) = rest.split_once(' ')?;
+    let (before, value) = rest.split_once(' ')?;
+    let key = match kind {
+        "jti" => RevocationKey::Jti(value.into()),
+        "sid" => RevocationKey::Sid(value.into()),
+        "sub" => RevocationKey::Sub(value.into()),
+        _ => return None,
+    };
+    Some(Some(Revocation { key, before: before.parse().ok()? }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(payload: &[u8]) -> Option<Event> {
+        event(Channel::new("news").unwrap(), payload.to_vec(), 100)
+    }
+
+    #[test]
+    fn a_logged_event_keeps_its_text() {
+        let e = read(b"5-7 order.paid\n {\"a\" :1.0} ").unwrap();
+        assert_eq!(
+            (e.id, e.name.unwrap().as_str(), &e.data[..]),
+            (Some(EventId { ms: 5, n: 7 }), "order.paid", &b" {\"a\" :1.0} "[..])
+        );
+        let e = read(b"- \n[1]").unwrap();
+        assert_eq!((e.id, e.name, &e.data[..]), (None, None, &b"[1]"[..]));
+    }
+
+    #[test]
+    fn a_plain_message_is_an_ephemeral_event_with_its_own_text() {
+        let e = read(b" {\"other\":1, \"data\" : {\"n\": 1.50} , \"event\":\"x\"}").unwrap();
+        assert_eq!((e.id, e.name.unwrap().as_str(), &e.data[..]), (None, "x", &b"{\"n\": 1.50}"[..]));
+        assert!(read(b"{\"data\":null,\"event\":null}").is_some());
+    }
+
+    #[test]
+    fn what_is_no_event_is_none_and_never_a_panic() {
+        let deep = vec![b'['; 100_000];
+        let deep_data = [b"{\"data\":".to_vec(), deep.clone(), vec![b']'; 100_000], b"}".to_vec()].concat();
+        let long = format!("{{\"data\":\"{}\"}}", "x".repeat(99));
+        let poison: [&[u8]; 16] = [
+            b"",
+            b"{",
+            b"null",
+            b"{}",
+            &deep,
+            &deep_data,
+            long.as_bytes(),
+            b"\xff\xfe\x00\x80",
+            b"{\"data\":\"\xed\xa0\x80\"}",
+            b"5-7 x",
+            b"5-x \n1",
+            b"5-7 a b\n1",
+            b"5-7 \n{",
+            b"5-7\n1",
+            b"{\"data\":1,\"event\":\"a b\"}",
+            b"{\"data\":1,\"event\":\"\"}",
+        ];
+        for payload in poison {
+            assert!(read(payload).is_none(), "{:?}", &payload[..payload.len().min(40)]);
+        }
+        assert!(read(format!("{{\"data\":\"{}\"}}", "x".repeat(98)).as_bytes()).is_some(), "exactly at the limit");
+    }
+
+    #[test]
+    fn a_revocation_may_name_anything_and_later_words_are_left_alone() {
+        let revoked = control(b"revoked sub 17 a b\nc").unwrap().unwrap();
+        assert_eq!(revoked, Revocation { key: RevocationKey::Sub("a b\nc".into()), before: 17 });
+        assert_eq!(control(b"hold 15"), Some(None));
+        for bad in [&b"\xff"[..], b"revoked xyz 1 a", b"revoked sub x a", b"revoked sub"] {
+            assert_eq!(control(bad), None);
+        }
+    }
+}
