@@ -109,7 +109,7 @@ test("WebSocket: hello, ready, an event, and a close that the page can read", as
     window.received = [];
     window.socket = new WebSocket(url, ["tidegate.v1", `bearer.${token}`]);
     socket.onmessage = (message) => received.push(JSON.parse(message.data));
-    socket.onclose = (event) => (window.closed = { code: event.code, clean: event.wasClean });
+    socket.onclose = (event) => (window.ending = { code: event.code, clean: event.wasClean });
   }, { url: gateway.ws, token: token("browser-4", { channels: ["browser-4"] }) });
   await until("ready", async () => (await received(page, "ready")).length === 1);
   assert.equal(await page.evaluate(() => socket.protocol), "tidegate.v1");
@@ -117,8 +117,8 @@ test("WebSocket: hello, ready, an event, and a close that the page can read", as
   await until("the event", async () => (await data(page)).length === 1);
   assert.deepEqual(await data(page), [{ text: "grüße \u{1F30A}" }]);
   assert.equal(await gateway.stop(), 0);
-  await until("closed", () => page.evaluate(() => window.closed));
-  assert.deepEqual(await page.evaluate(() => closed), { code: 1001, clean: true });
+  await until("closed", () => page.evaluate(() => window.ending));
+  assert.deepEqual(await page.evaluate(() => ending), { code: 1001, clean: true });
   assert.equal((await received(page, "bye"))[0].reason, "drain");
   await page.close();
 });

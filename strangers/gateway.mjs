@@ -12,7 +12,7 @@ import { fileURLToPath } from "node:url";
 
 export const root = join(dirname(fileURLToPath(import.meta.url)), "..");
 const target = process.env.CARGO_TARGET_DIR ?? join(root, "target");
-const binary = process.env.TIDEGATE ?? join(target, "debug", "tidegate");
+export const binary = process.env.TIDEGATE ?? join(target, "debug", "tidegate");
 const SECRET = "a key of the strangers' tests, long enough for HMAC";
 const PATIENCE_MS = 20_000;
 

@@ -39,7 +39,7 @@ test("ws: a token in the subprotocol is answered by exactly tidegate.v1", async 
   assert.equal(client.socket.protocol, "tidegate.v1");
   assert.equal(client.messages[0].type, "hello");
   assert.equal(client.messages[0].user, "ws-1");
-  client.socket.close();
+  client.socket.close(1000);
   await until("closed", () => client.closed === 1000);
 });
 
