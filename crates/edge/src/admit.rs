@@ -23,6 +23,7 @@ use hub::refusal::{Refusal, RefusalCode};
 use hub::revocation::{CheckOutcome, Revocations, WhenUnavailable};
 use hub::telemetry::{Metrics, RevocationSource};
 use tokio::time::{Instant, timeout_at};
+use tracing::Instrument;
 
 use crate::address::{Seen, TrustedProxies};
 use crate::credential::{Credential, CredentialConfig, StreamRequest, redacted_path};
@@ -32,6 +33,16 @@ use crate::reject::{self, Manner, RefuseModes};
 
 /// What a bad token costs its address, in attempts (contract).
 const BAD_TOKEN_COST: u32 = 5;
+
+/// The target of every span that is exported.
+const TRACE: &str = "tidegate::trace";
+
+/// A step of the handshake, as a span under it.
+macro_rules! step {
+    ($name:literal) => {
+        tracing::debug_span!(target: TRACE, $name)
+    };
+}
 
 /// Settings of admission.
 #[derive(Clone, Debug)]
@@ -121,26 +132,32 @@ impl Gate {
             Ok(handshake) => handshake,
             Err(refusal) => return self.refuse(refusal, None, head, &cors),
         };
-        match self.admit(wire, head, &seen).await {
+        let span = tracing::debug_span!(target: TRACE, "handshake", transport = wire.word(), code = tracing::field::Empty);
+        let admitted = self.admit(wire, head, &seen).instrument(span.clone()).await;
+        match admitted {
             Ok(open) => {
                 let head = handshake.map_or_else(|| sse_head(&cors), |ws| ws_head(&ws, &cors));
                 Answer::Stream(Box::new(Opened { open, head }))
             }
-            Err(refusal) => self.refuse(refusal, Some((wire, handshake)), head, &cors),
+            Err(refusal) => {
+                span.record("code", refusal.code.word());
+                self.refuse(refusal, Some((wire, handshake)), head, &cors)
+            }
         }
     }
 
     async fn admit(&self, wire: Wire, head: &Parts, seen: &Seen) -> Result<Open, Refusal> {
         let request = StreamRequest::read(head, &self.config.credential)?;
         self.config.origin.check(wire, head, request.credential.place(), seen)?;
-        let seat = self.take_place(seen)?;
+        let seat = step!("limit").in_scope(|| self.take_place(seen))?;
         let began = Instant::now();
         let deadline = began + self.config.auth_timeout;
-        let identity = self.authenticate(&request.credential, seen)?;
+        let identity = step!("token").in_scope(|| self.authenticate(&request.credential, seen))?;
         let channels = self.hub.channels_for(&identity, &request.channels)?;
-        self.ask_revocations(&identity, deadline).await?;
-        let admission = self.ask_plugins(&identity, wire, head, seen, deadline).await?;
+        self.ask_revocations(&identity, deadline).instrument(step!("revocation")).await?;
+        let admission = self.ask_plugins(&identity, wire, head, seen, deadline).instrument(step!("plugins")).await?;
         self.metrics.auth_seconds(began.elapsed().as_secs_f64());
+        let _open = step!("open").entered();
         self.hub.open(Newcomer { identity, wire, address: seen.client, channels, since: request.since, admission, seat })
     }
 

@@ -11,6 +11,7 @@ use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tracing::Instrument;
 
 use crate::attach;
 use crate::auth::{Identity, Verifier};
@@ -237,6 +238,7 @@ impl Hub {
     /// A hub in phase `Starting`; `start` sets it going.
     pub fn new(parts: Parts) -> Arc<Self> {
         parts.metrics.phase(Phase::Starting);
+        parts.plugins.count_in(&parts.metrics);
         Arc::new(Self {
             channels: Channels::new(parts.backplane.clone()),
             place: Place::new(),
@@ -267,15 +269,8 @@ impl Hub {
         let link = self.backplane.link();
         self.tasks.spawn(dispatch::run(self.clone(), link));
         self.tasks.spawn(turn_wheel(self.clone()));
-        for plugin in self.plugins.iter() {
-            let running = plugin.clone().run(self.handle(), self.stop.clone());
-            let stop = self.stop.clone();
-            self.tasks.spawn(async move {
-                tokio::select! {
-                    () = running => {}
-                    () = stop.cancelled() => {}
-                }
-            });
+        for task in self.plugins.tasks(&self.handle(), &self.stop) {
+            self.tasks.spawn(task);
         }
     }
 
@@ -392,7 +387,12 @@ impl Hub {
             for channel in &newcomer.channels {
                 self.join_channel(&open.session, channel, None);
             }
-            self.tasks.spawn(attach::open(self.clone(), open.session.clone(), newcomer.since));
+            let replay = tracing::debug_span!(target: "tidegate::trace", "replay");
+            self.tasks.spawn(attach::open(self.clone(), open.session.clone(), newcomer.since).instrument(replay));
+        }
+        // What was revoked between the check and here has found no session to end.
+        if self.revocations.is_seen(&open.session.info.identity) {
+            self.end(&open.session, CloseReason::Revoked);
         }
         self.arm(&open.session);
         Ok(open)

@@ -7,6 +7,7 @@ use hub::plugin::Plugins;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
+use super::traces::Traces;
 use super::{CliError, logging};
 use crate::config::{Config, Purpose, process_environment};
 use crate::run::{self, Addresses, RunError, Stop};
@@ -31,17 +32,24 @@ pub fn run(plugins: Plugins) -> Result<(), CliError> {
 /// # Errors
 /// What `crate::run` says.
 pub fn start(config: Config, plugins: Plugins, listening: Listening) -> Result<(), CliError> {
-    logging::init(&config.log, Vec::new())?;
-    for warning in config.warnings() {
-        tracing::warn!(variables = warning.names.join(","), "{}", warning.why);
-    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.node.workers)
         .thread_name("tidegate")
         .enable_all()
         .build()
         .map_err(|error| CliError::Internal(format!("no runtime: {error}")))?;
+    let traces = {
+        let _inside = runtime.enter();
+        Traces::from_environment(&process_environment(), &config.node.name)?
+    };
+    logging::init(&config.log, traces.iter().map(Traces::layer).collect())?;
+    for warning in config.warnings() {
+        tracing::warn!(variables = warning.names.join(","), "{}", warning.why);
+    }
     let ended = runtime.block_on(serve(config, plugins, listening));
+    if let Some(traces) = traces {
+        traces.end();
+    }
     runtime.shutdown_timeout(RUNTIME_END);
     ended
 }
