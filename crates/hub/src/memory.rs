@@ -275,7 +275,12 @@ impl Backplane for Memory {
     }
 
     fn read(&self, ask: ReadAsk) -> BoxFuture<'_, Result<Read, Unavailable>> {
-        Box::pin(async move { self.call(|inner, now_ms| inner.log.read(now_ms, &ask)) })
+        Box::pin(async move {
+            let read = self.call(|inner, now_ms| inner.log.read(now_ms, &ask))?;
+            // As in `publish`: a loop over pages must leave the others a turn.
+            tokio::task::coop::consume_budget().await;
+            Ok(read)
+        })
     }
 
     fn want(&self, channel: &Channel) {

@@ -216,7 +216,9 @@ async fn pages_by_count_make_up_the_whole(bench: &dyn Bench) {
             if !read.more {
                 break;
             }
-            at = *got.last().expect("a page that is not the last holds something");
+            let last = *got.last().expect("a page that is not the last holds something");
+            assert!(last > at, "what was read is not given again");
+            at = last;
         }
         assert_eq!((got, n_pages), (given.clone(), 20usize.div_ceil(page_events)), "pages of {page_events}");
     }
@@ -237,6 +239,7 @@ async fn pages_by_bytes_make_up_the_whole_and_never_are_empty(bench: &dyn Bench)
         let read = a.read(ReadAsk { page_bytes: 30, ..ask(&[(&c, at)]) }).await;
         pages.push(read.events.len());
         at = From::After(ids(&read.events).pop().expect("at least one entry, whatever its size"));
+        assert!(pages.len() <= 6, "what was read is not given again");
         if !read.more {
             break;
         }
