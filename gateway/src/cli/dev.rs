@@ -23,7 +23,8 @@ const DEFAULTS: [(&str, &str); 3] = [
     // Nobody balances to this node, so nobody has to notice that it leaves.
     ("GATEWAY_DRAIN_GRACE", "0s"),
 ];
-const KEYS: [&str; 4] = ["GATEWAY_JWT_SECRET", "GATEWAY_JWT_PUBLIC_KEY", "GATEWAY_JWT_JWKS_URL", "GATEWAY_JWT_JWKS_FILE"];
+const KEYS: [&str; 4] =
+    ["GATEWAY_JWT_SECRET", "GATEWAY_JWT_PUBLIC_KEY", "GATEWAY_JWT_JWKS_URL", "GATEWAY_JWT_JWKS_FILE"];
 
 /// Runs until Ctrl-C.
 ///
@@ -39,7 +40,9 @@ pub fn run(plugins: Plugins) -> Result<(), CliError> {
         Some(_) => Some(token::sign(&tools, &token::claims(&wish(), &tools)?)?),
         None => None,
     };
-    start(config, plugins, Box::new(move |bound| say(&welcome(bound, token.as_deref(), has_admin_key))))
+    let console_token = token.clone();
+    let listening = Box::new(move |bound: &Addresses| say(&welcome(bound, token.as_deref(), has_admin_key)));
+    start(config, plugins, listening, console_token)
 }
 
 fn with_defaults(mut environment: Environment) -> Environment {
@@ -61,8 +64,11 @@ fn with_defaults(mut environment: Environment) -> Environment {
 
 fn refuse_other_hosts(config: &Config) -> Result<(), CliError> {
     let listen = &config.listen;
-    let listeners =
-        [("GATEWAY_LISTEN", listen.public), ("GATEWAY_ADMIN_LISTEN", listen.admin), ("GATEWAY_PROBE_LISTEN", listen.probes)];
+    let listeners = [
+        ("GATEWAY_LISTEN", listen.public),
+        ("GATEWAY_ADMIN_LISTEN", listen.admin),
+        ("GATEWAY_PROBE_LISTEN", listen.probes),
+    ];
     let open: Vec<String> = listeners
         .iter()
         .filter(|(_, address)| !address.ip().to_canonical().is_loopback())
@@ -111,7 +117,8 @@ fn welcome(bound: &Addresses, token: Option<&str>, has_admin_key: bool) -> Strin
             format!("curl -N -H 'Authorization: Bearer {token}' http://{public}/v1/sse"),
             format!("tidegate tail --url http://{public} --token {token}"),
         ]),
-        None => lines.push("No token is printed: your key can check tokens, not sign them. Bring one of your own.".to_owned()),
+        None => lines
+            .push("No token is printed: your key can check tokens, not sign them. Bring one of your own.".to_owned()),
     }
     lines.extend([
         String::new(),
