@@ -6,10 +6,11 @@
 //! the node's tasks, and the probes last, for somebody may still be asking.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use edge::accept::{self, AcceptConfig, Tcp};
 use edge::admin::{AdminKey, AdminState};
 use edge::admit::{Gate, GateConfig};
@@ -96,17 +97,25 @@ pub enum Stop {
     Now,
 }
 
-/// Runs until it has drained, or is told to end now. `stops` brings what outside asks for (a closed
-/// channel asks for nothing); `listening` is called once all three listeners stand.
+/// Called once all three listeners stand.
+pub type Listening = Box<dyn FnOnce(&Addresses) + Send>;
+
+/// What the process around a gateway brings along.
+pub struct Surroundings {
+    /// What outside asks for; a closed channel asks for nothing.
+    pub stops: mpsc::Receiver<Stop>,
+    /// Who wants to know the addresses.
+    pub listening: Listening,
+    /// A token that the console page offers; for trying out only.
+    pub console_token: Option<String>,
+}
+
+/// Runs until it has drained, or is told to end now.
 ///
 /// # Errors
 /// See `RunError`; none once it serves.
-pub async fn run(
-    config: Config,
-    plugins: Plugins,
-    mut stops: mpsc::Receiver<Stop>,
-    listening: impl FnOnce(&Addresses),
-) -> Result<(), RunError> {
+pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -> Result<(), RunError> {
+    let Surroundings { mut stops, listening, console_token } = surroundings;
     settings::refuse_what_is_not_there(&config)?;
     let doors = Doors::bind(&config).await?;
     let clock = Clock::system();
@@ -135,7 +144,8 @@ pub async fn run(
     };
     let public = Tcp::new(doors.public, user_timeout);
     tasks.spawn(accept::serve(public, node.gate.clone(), accept, tasks.clone(), doors_close.clone()));
-    let api = edge::admin::router(node.admin_state(&config));
+    let console = console(&addresses, console_token.as_deref().unwrap_or_default());
+    let api = edge::admin::router(node.admin_state(&config, console));
     tasks.spawn(accept::serve_api(doors.admin, api, tasks.clone(), doors_close.clone()));
 
     let ended = live(&node.hub, redis.as_deref(), &mut stops).await;
@@ -257,7 +267,7 @@ impl Node {
         Ok(Self { hub, gate: Arc::new(gate) })
     }
 
-    fn admin_state(&self, config: &Config) -> AdminState {
+    fn admin_state(&self, config: &Config, console: Bytes) -> AdminState {
         AdminState {
             gateway: self.hub.handle(),
             key: config.admin.key.as_ref().map(|key| AdminKey::new(key.expose())),
@@ -267,10 +277,20 @@ impl Node {
             version: VERSION,
             clock: self.gate.clock.clone(),
             dice: self.gate.dice.clone(),
-            console: CONSOLE,
+            console,
             client_js: CLIENT_JS,
         }
     }
+}
+
+/// The console page, which must know where clients connect.
+fn console(at: &Addresses, token: &str) -> Bytes {
+    let mut public = at.public;
+    if public.ip().is_unspecified() {
+        // Whoever sees the page reaches the admin listener, which is this host's.
+        public.set_ip(if public.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
+    }
+    CONSOLE.replace("{{PUBLIC_URL}}", &format!("http://{public}")).replace("{{TOKEN}}", token).into()
 }
 
 type Redis = Option<Arc<RedisBackplane>>;

@@ -15,6 +15,7 @@ use axum::handler::Handler;
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, MethodRouter, on};
+use bytes::Bytes;
 use http::header::{ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, X_CONTENT_TYPE_OPTIONS};
 use http::{HeaderValue, Method, StatusCode};
 use hub::clock::{Clock, Dice};
@@ -59,8 +60,8 @@ pub struct AdminState {
     pub clock: Clock,
     /// Spreads `Retry-After`.
     pub dice: Dice,
-    /// The console, HTML.
-    pub console: &'static str,
+    /// The console, HTML, ready to be served.
+    pub console: Bytes,
     /// The browser client that the console loads.
     pub client_js: &'static str,
 }
@@ -135,7 +136,7 @@ fn table() -> Vec<Route> {
             page("text/javascript; charset=utf-8", inner.state.client_js)
         }),
         at(Method::GET, "/console", async |State(inner): State<Shared>| {
-            page("text/html; charset=utf-8", inner.state.console)
+            page("text/html; charset=utf-8", inner.state.console.clone())
         }),
     ]
 }
@@ -187,15 +188,18 @@ async fn drain(State(inner): State<Shared>, _request: Request) -> StatusCode {
     StatusCode::ACCEPTED
 }
 
-/// A text that is part of the program. Never framed by another page, never taken for another type.
-fn page(content_type: &'static str, text: &'static str) -> Response {
-    let headers = [
+/// A text of the program's own. Never framed by another page, never taken for another type.
+fn page(content_type: &'static str, text: impl IntoResponse) -> Response {
+    let mut response = text.into_response();
+    for (name, value) in [
         (CONTENT_TYPE, HeaderValue::from_static(content_type)),
         (CACHE_CONTROL, HeaderValue::from_static("no-cache")),
         (X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
         (CONTENT_SECURITY_POLICY, HeaderValue::from_static("frame-ancestors 'none'")),
-    ];
-    (headers, text).into_response()
+    ] {
+        response.headers_mut().insert(name, value);
+    }
+    response
 }
 
 /// The value of `name` in a query, percent-decoded; `None` where it is absent, empty, twice there

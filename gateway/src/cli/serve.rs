@@ -10,13 +10,10 @@ use tokio::sync::mpsc;
 use super::traces::Traces;
 use super::{CliError, logging};
 use crate::config::{Config, Purpose, process_environment};
-use crate::run::{self, Addresses, RunError, Stop};
+use crate::run::{self, Listening, RunError, Stop, Surroundings};
 
 /// Threads that still hold something after the gateway has ended are not waited for longer.
 const RUNTIME_END: Duration = Duration::from_secs(1);
-
-/// Called once all listeners are bound.
-pub type Listening = Box<dyn FnOnce(&Addresses) + Send>;
 
 /// Runs until the gateway has drained.
 ///
@@ -24,14 +21,19 @@ pub type Listening = Box<dyn FnOnce(&Addresses) + Send>;
 /// `Config` with every fault of the environment; what `crate::run` says otherwise.
 pub fn run(plugins: Plugins) -> Result<(), CliError> {
     let config = Config::from_environment(&process_environment(), Purpose::Serve)?;
-    start(config, plugins, Box::new(|_| {}))
+    start(config, plugins, Box::new(|_| {}), None)
 }
 
 /// Sets logging up, builds the main runtime with `GATEWAY_WORKERS` threads and runs the gateway on it.
 ///
 /// # Errors
 /// What `crate::run` says.
-pub fn start(config: Config, plugins: Plugins, listening: Listening) -> Result<(), CliError> {
+pub fn start(
+    config: Config,
+    plugins: Plugins,
+    listening: Listening,
+    console_token: Option<String>,
+) -> Result<(), CliError> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(config.node.workers)
         .thread_name("tidegate")
@@ -46,7 +48,7 @@ pub fn start(config: Config, plugins: Plugins, listening: Listening) -> Result<(
     for warning in config.warnings() {
         tracing::warn!(variables = warning.names.join(","), "{}", warning.why);
     }
-    let ended = runtime.block_on(serve(config, plugins, listening));
+    let ended = runtime.block_on(serve(config, plugins, listening, console_token));
     if let Some(traces) = traces {
         traces.end();
     }
@@ -54,10 +56,15 @@ pub fn start(config: Config, plugins: Plugins, listening: Listening) -> Result<(
     ended
 }
 
-async fn serve(config: Config, plugins: Plugins, listening: Listening) -> Result<(), CliError> {
+async fn serve(
+    config: Config,
+    plugins: Plugins,
+    listening: Listening,
+    console_token: Option<String>,
+) -> Result<(), CliError> {
     // Before anything slow: an early signal must find its listener.
     let stops = signals().map_err(|error| CliError::Internal(format!("no signals: {error}")))?;
-    run::run(config, plugins, stops, listening).await.map_err(|error| match error {
+    run::run(config, plugins, Surroundings { stops, listening, console_token }).await.map_err(|error| match error {
         RunError::Config(_) | RunError::Keys(_) => CliError::Usage(error.to_string()),
         RunError::Service(_) | RunError::Listen { .. } => CliError::Unreachable(error.to_string()),
         RunError::Io(_) => CliError::Internal(error.to_string()),

@@ -1,5 +1,6 @@
 //! The API over a real hub on the in-memory backplane.
 
+use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -45,6 +46,8 @@ struct Node {
     memory: Arc<Memory>,
     state: AdminState,
 }
+
+const CONSOLE: &str = "<!doctype html><title>console</title>";
 
 fn node() -> Node {
     let secs = Duration::from_secs;
@@ -108,7 +111,7 @@ fn node() -> Node {
         version: "1.2.3",
         clock,
         dice,
-        console: "<!doctype html><title>console</title>",
+        console: Bytes::from_static(CONSOLE.as_bytes()),
         client_js: "export {}",
     };
     Node { hub, memory, state }
@@ -366,7 +369,7 @@ async fn without_a_key_foreign_pages_reach_nothing() {
 async fn pages_come_with_their_types_and_cannot_be_framed() {
     let node = node();
     for (path, kind, text) in [
-        ("/console", "text/html; charset=utf-8", node.state.console),
+        ("/console", "text/html; charset=utf-8", CONSOLE),
         ("/v1/client.js", "text/javascript; charset=utf-8", node.state.client_js),
         ("/v1/openapi.json", "application/json", OPENAPI),
     ] {
