@@ -47,7 +47,7 @@ pub async fn fleet(args: FleetArgs) -> Result<(), CliError> {
     let client = AdminClient::new(&args.admin)?;
     loop {
         let fleet = client.call(Method::GET, "/v1/fleet", None).await?;
-        say(&if args.json { fleet.to_string() } else { render(&fleet) });
+        say(if args.json { fleet.to_string() } else { render(&fleet) }.trim_end());
         if !args.watch {
             return Ok(());
         }

@@ -33,6 +33,6 @@ pub async fn run(config: Config) -> Result<(), CliError> {
         MigrateError::Start(_) => CliError::Unreachable(error.to_string()),
     })?;
     let what = if prepared.loaded { "the library was loaded" } else { "nothing to do" };
-    say(&format!("schema {SCHEMA}, library revision {}: {what}\n", prepared.revision));
+    say(&format!("schema {SCHEMA}, library revision {}: {what}", prepared.revision));
     Ok(())
 }

@@ -27,14 +27,10 @@ pub fn duration(text: &str) -> Option<Duration> {
 
 /// The shortest form that `duration` reads back.
 pub fn show_duration(duration: Duration) -> String {
-    let ms = duration.as_millis();
+    let ms = u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
     match ms {
         0 => "0s".to_owned(),
-        _ if ms % 86_400_000 == 0 => format!("{}d", ms / 86_400_000),
-        _ if ms % 3_600_000 == 0 => format!("{}h", ms / 3_600_000),
-        _ if ms % 60_000 == 0 => format!("{}m", ms / 60_000),
-        _ if ms % 1_000 == 0 => format!("{}s", ms / 1_000),
-        _ => format!("{ms}ms"),
+        _ => in_units(ms, &[(86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1_000, "s"), (1, "ms")]),
     }
 }
 
@@ -55,10 +51,7 @@ pub fn size(text: &str) -> Option<u64> {
 pub fn show_size(bytes: u64) -> String {
     match bytes {
         0 => "0".to_owned(),
-        _ if bytes % (1 << 30) == 0 => format!("{}GiB", bytes >> 30),
-        _ if bytes % (1 << 20) == 0 => format!("{}MiB", bytes >> 20),
-        _ if bytes % (1 << 10) == 0 => format!("{}KiB", bytes >> 10),
-        _ => bytes.to_string(),
+        _ => in_units(bytes, &[(1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "")]),
     }
 }
 
@@ -120,6 +113,12 @@ pub fn host(text: &str) -> Option<String> {
     let fits = |b: u8| b.is_ascii_alphanumeric() || b == b'-' || b == b'.' || b == b'_';
     let whole = lower.strip_suffix('.').unwrap_or(&lower);
     (lower.len() <= 253 && lower.bytes().all(fits) && whole.split('.').all(is_label)).then_some(lower)
+}
+
+/// In the largest unit that leaves no rest; the last unit is 1.
+fn in_units(number: u64, units: &[(u64, &str)]) -> String {
+    let (size, unit) = units.iter().find(|(size, _)| number.is_multiple_of(*size)).unwrap_or(&(1, ""));
+    format!("{}{unit}", number / size)
 }
 
 fn split_unit(text: &str) -> Option<(u64, &str)> {
