@@ -16,6 +16,8 @@ local REVISION = 1
 -- Streams outlive the history's TTL by this much, so that a step back of the clock costs nobody an
 -- event that the gap rule still counts as kept.
 local SLACK_MS = 300000
+-- A log without events moves its position on this often (or with an eighth of the history's TTL).
+local QUIET_MS = 30000
 -- How many ended incarnations are remembered: so many clean restarts a cursor may survive.
 local MAX_ENDS = 16
 -- How many logs (prefixes) this process remembers at a time. Forgetting one is harmless.
@@ -481,6 +483,13 @@ local function beacon_1(keys, args)
   if not base then return redis.error_reply('BADKEYS expected one key, <prefix>:log') end
   if not args[1] or args[1] == '' then return redis.error_reply('BADARGS expected <node> [nonce]') end
   local st = enter(keys[1], base)
+  -- The position of a quiet log moves on with the time: else the cursors of everybody who has
+  -- missed nothing would grow older than the history, and they would be told of a gap.
+  if st.now - st.ms >= math.min(conf_of(base).history_ttl_ms / 8, QUIET_MS) then
+    st.ms, st.n = next_id(st.ms, st.n, st.now, st.tag)
+    redis.call('HSET', keys[1], 'last', text(st.ms, st.n))
+    remember(keys[1], st)
+  end
   local position = text(st.ms, st.n)
   redis.call('PUBLISH', base .. ':beacon:' .. args[1], position .. ' ' .. (args[2] or ''))
   return position

@@ -179,8 +179,8 @@ impl Fault {
             "LOADING" | "MASTERDOWN" | "NOAUTH" | "WRONGPASS" | "CLUSTERDOWN" => Fault::Broken(code.to_owned()),
             "TOOLARGE" => Fault::Refused(format!("{code} {detail}")),
             code if code.starts_with("BAD") => Fault::Refused(format!("{code} {detail}")),
-            "" if error.is_io_error() || error.is_unrecoverable_error() => Fault::Broken(error.category().to_owned()),
-            "" => Fault::Down(error.category().to_owned()),
+            "" if error.is_io_error() || error.is_unrecoverable_error() => Fault::Broken(plain(error)),
+            "" => Fault::Down(plain(error)),
             code => Fault::Down(format!("{code} {detail}")),
         }
     }
@@ -196,6 +196,15 @@ impl Fault {
             Fault::Demoted => "READONLY".to_owned(),
             Fault::Refused(text) | Fault::Broken(text) | Fault::Down(text) => text.clone(),
         }
+    }
+}
+
+/// The library's word, with the system's where there is one ("connection refused"). Neither holds
+/// an address or a secret.
+fn plain(error: &RedisError) -> String {
+    match std::error::Error::source(error).and_then(|source| source.downcast_ref::<std::io::Error>()) {
+        Some(io) => format!("{}: {}", error.category(), io.kind()),
+        None => error.category().to_owned(),
     }
 }
 

@@ -2,8 +2,8 @@
 //! Decides when a connection is given up (an error that says so, or a PING unanswered) and that
 //! every call ends at its deadline. What is called, and whether again, the caller says.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hub::clock::Dice;
@@ -41,6 +41,22 @@ struct Live {
 struct Doubt {
     broken: AtomicU64,
     bell: Notify,
+    /// Why there is no connection.
+    why: Mutex<Option<String>>,
+}
+
+impl Doubt {
+    fn set_why(&self, why: Option<String>) {
+        *self.why.lock().expect("nothing panics while it is held") = why;
+    }
+
+    fn why(&self) -> String {
+        self.why
+            .lock()
+            .expect("nothing panics while it is held")
+            .clone()
+            .unwrap_or_else(|| "no answer in time".to_owned())
+    }
 }
 
 pub(crate) struct Lane {
@@ -80,7 +96,7 @@ impl Lane {
             Err(_) => {
                 // Slow, or dead? The keeper asks.
                 self.doubt.bell.notify_one();
-                Err(Fault::Down("no answer in time".to_owned()))
+                Err(Fault::Down(self.doubt.why()))
             }
         }
     }
@@ -128,12 +144,13 @@ impl Keeper {
             let connection = loop {
                 match self.dialer.commands().await {
                     Ok(connection) => break connection,
-                    Err(error) => tracing::debug!(error = error.category(), "redis does not take a connection"),
+                    Err(error) => self.doubt.set_why(Some(Fault::of(&error).text())),
                 }
                 tokio::time::sleep(backoff.next()).await;
             };
             let since = Instant::now();
             self.up.store(true, Ordering::Relaxed);
+            self.doubt.set_why(None);
             self.tx.send_replace(Some(Live { number, connection: connection.clone() }));
             self.watch(number, connection).await;
             self.tx.send_replace(None);

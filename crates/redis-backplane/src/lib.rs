@@ -112,10 +112,24 @@ pub struct LinkStats {
     pub read_up: AtomicBool,
     /// The connection for revocation stands.
     pub revocation_up: Arc<AtomicBool>,
+    trouble: Mutex<Option<String>>,
     dice: Dice,
 }
 
 impl LinkStats {
+    /// Why the pub/sub link is not whole, in words for an operator; `None` while it is.
+    pub fn trouble(&self) -> Option<String> {
+        self.trouble.lock().expect("nothing panics while it is held").clone()
+    }
+
+    /// Is it another one than before?
+    fn set_trouble(&self, trouble: Option<String>) -> bool {
+        let mut now = self.trouble.lock().expect("nothing panics while it is held");
+        let is_new = *now != trouble;
+        *now = trouble;
+        is_new
+    }
+
     /// `(link, is_up)` for `gateway_redis_up{link}`.
     pub fn links(&self) -> [(&'static str, bool); 4] {
         [
@@ -170,6 +184,7 @@ impl RedisBackplane {
             publish_up: Arc::default(),
             read_up: AtomicBool::default(),
             revocation_up: Arc::default(),
+            trouble: Mutex::default(),
             dice: dice.clone(),
         });
         let lane = |up| Lane::start(dialer.clone(), config.timeout, dice.clone(), up);
@@ -178,7 +193,7 @@ impl RedisBackplane {
         let schema = Arc::new(Schema::new(&config, keys.clone(), control.clone(), dialer.connect_timeout()));
         let wants = Arc::new(Wants::default());
         let (out, link) = mpsc::channel(TO_HUB);
-        let (started, start) = watch::channel(Start::Waiting(None));
+        let (started, start) = watch::channel(Start::Waiting);
         let supervisor = Supervisor {
             dialer: dialer.clone(),
             keys: keys.clone(),
@@ -217,15 +232,6 @@ impl RedisBackplane {
     /// Nothing is lost.
     pub async fn wait_ready(&self) -> Result<(), StartError> {
         pubsub::wait_ready(self.start.clone()).await
-    }
-
-    /// Why it is not ready yet, in words for an operator; `None` if it is, or nothing is known.
-    pub fn trouble(&self) -> Option<String> {
-        match &*self.start.borrow() {
-            Start::Waiting(why) => why.clone(),
-            Start::Refused(error) => Some(error.to_string()),
-            Start::Ready => None,
-        }
     }
 
     /// Counters and states, to look at whenever one likes.

@@ -46,8 +46,8 @@ const TICK: Duration = Duration::from_millis(250);
 /// How far the backplane has got, for whoever waits to start.
 #[derive(Clone, Debug)]
 pub(crate) enum Start {
-    /// Not yet; why, if it is known.
-    Waiting(Option<String>),
+    /// Not yet.
+    Waiting,
     /// The link was whole at least once.
     Ready,
     /// Waiting does not help.
@@ -113,6 +113,7 @@ impl Supervisor {
             if matches!(loss, Loss::NobodyListens) || self.out.send(FromLink::Lost).await.is_err() {
                 return;
             }
+            self.stats.set_trouble(Some(format!("the pub/sub link was lost: {loss}")));
             tracing::warn!(reason = %loss, "pub/sub link lost, making it anew");
             if lived >= Backoff::GOOD {
                 backoff.reset();
@@ -140,10 +141,12 @@ impl Supervisor {
     }
 
     fn report(&self, error: StartError) {
-        tracing::debug!(%error, "no pub/sub link yet");
+        if self.stats.set_trouble(Some(error.to_string())) {
+            tracing::warn!(%error, "no pub/sub link, trying again for ever");
+        }
         self.start.send_modify(|start| {
-            if !matches!(start, Start::Ready) {
-                *start = if error.is_final() { Start::Refused(error) } else { Start::Waiting(Some(error.to_string())) };
+            if !matches!(start, Start::Ready) && error.is_final() {
+                *start = Start::Refused(error.clone());
             }
         });
     }
@@ -417,6 +420,7 @@ impl<'a> Link<'a> {
                 self.phase = Phase::Up;
                 self.s.stats.pubsub_up.store(true, Ordering::Relaxed);
                 self.s.stats.deaf.store(false, Ordering::Relaxed);
+                self.s.stats.set_trouble(None);
                 self.s.emit(FromLink::Up(position)).await?;
                 self.s.start.send_replace(Start::Ready);
                 Ok(())
@@ -469,7 +473,7 @@ async fn stored<T, R>(slot: &mut Option<(T, BoxFuture<'static, R>)>) -> R {
 
 /// Waits until the link was whole once.
 pub(crate) async fn wait_ready(mut start: watch::Receiver<Start>) -> Result<(), StartError> {
-    let decided = start.wait_for(|s| !matches!(s, Start::Waiting(_))).await;
+    let decided = start.wait_for(|s| !matches!(s, Start::Waiting)).await;
     match decided.as_deref() {
         Ok(Start::Refused(error)) => Err(error.clone()),
         Ok(_) => Ok(()),

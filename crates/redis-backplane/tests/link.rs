@@ -94,13 +94,15 @@ async fn no_outage_is_too_long_and_each_ends_by_itself() {
 async fn an_absent_server_is_waited_for() {
     let mut server = RedisServer::plain();
     server.kill9();
-    let node = Node::start(config(server.url(), "t", "n"));
+    let mut config = config(server.url(), "t", "n");
+    config.timeout = Duration::from_millis(250);
+    let node = Node::start(config);
     let ready = tokio::time::timeout(Duration::from_millis(500), node.plane.wait_ready()).await;
     assert!(ready.is_err(), "not ready, and no error either");
-    until("the trouble has a name", || node.plane.trouble().is_some()).await;
+    until("the trouble has a name", || node.plane.stats().trouble().is_some()).await;
     server.restart();
     node.plane.wait_ready().await.unwrap();
-    assert_eq!(node.plane.trouble(), None);
+    assert_eq!(node.plane.stats().trouble(), None);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -274,8 +276,10 @@ async fn a_link_to_another_server_than_the_logs_is_deaf_and_given_up() {
 async fn a_server_that_is_loading_is_not_ready_and_is_set_up_anew_when_it_is() {
     let server = RedisServer::plain();
     let name = Name::of(None).await;
-    let mut node = Node::start(config(server.url_at(name.port), "t", "n"));
-    until("the trouble has a name", || node.plane.trouble().is_some()).await;
+    let mut config = config(server.url_at(name.port), "t", "n");
+    config.timeout = Duration::from_millis(250);
+    let mut node = Node::start(config);
+    until("the trouble has a name", || node.plane.stats().trouble().is_some_and(|t| t.contains("LOADING"))).await;
     assert!(!node.plane.is_link_up());
     name.now_means(&server);
     node.until_up().await;
@@ -289,9 +293,10 @@ async fn a_password_that_is_refused_at_first_is_tried_again() {
     let server = RedisServer::start(RedisOptions { requirepass: Some("another".into()), ..RedisOptions::default() });
     let mut config = config(format!("redis://127.0.0.1:{}", server.port()), "t", "n");
     config.password = Some(odd.into());
+    config.timeout = Duration::from_millis(250);
     let mut node = Node::start(config);
-    until("the trouble has a name", || node.plane.trouble().is_some()).await;
-    assert!(!node.plane.trouble().unwrap().contains("p@ss"));
+    until("the trouble has a name", || node.plane.stats().trouble().is_some()).await;
+    assert!(!node.plane.stats().trouble().unwrap().contains("p@ss"));
     server.cli(&["CONFIG", "SET", "requirepass", odd]);
     node.until_up().await;
     node.log(&channel("c"), "1").await;
