@@ -41,6 +41,9 @@ const N_SHARDS: usize = 16;
 /// busy, few enough that a storm's reads do not pile up in front of everything else.
 const MAX_READS: usize = 64;
 
+/// How long the end of cut sessions is waited for at shutdown. 1 s: their drivers only have to run once.
+const CUT_WAIT: Duration = Duration::from_secs(1);
+
 /// Life of the process, watched: tests and drains wait on it, never on sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Phase {
@@ -326,9 +329,15 @@ impl Hub {
         self.is_closed.load(Ordering::SeqCst)
     }
 
-    /// Stops the node's own tasks and waits for them. The sessions have been emptied before.
+    /// Cuts whoever is still connected (nobody, after a drain), stops the node's own tasks and waits
+    /// for them.
     pub async fn shut_down(&self) {
         self.move_to(Phase::Stopped);
+        self.close_door();
+        self.cut_all();
+        // So that a session that is still being opened does not keep its task, and plugins hear of
+        // every end. A driver that does not run any more is not waited for.
+        let _ = tokio::time::timeout(CUT_WAIT, self.emptied()).await;
         self.stop.cancel();
         self.tasks.close();
         self.tasks.wait().await;
@@ -700,12 +709,19 @@ async fn turn_wheel(hub: Arc<Hub>) {
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
     let (mut n, mut outboxes) = (0u64, 0);
+    // Keeps the position of a quiet node young: twice between two `position` messages, at least
+    // once in 15 s, at most once a second.
+    let beacon_every = (hub.config.session.position_every / 2).clamp(Duration::from_secs(1), Duration::from_secs(15));
+    let beacon_every = (beacon_every.as_millis() / TICK.as_millis()) as u64;
     loop {
         tokio::select! {
             _ = ticks.tick() => {}
             () = hub.stop.cancelled() => return,
         }
         hub.turn(Instant::now());
+        if n.is_multiple_of(beacon_every) {
+            hub.backplane.beacon();
+        }
         n += 1;
         if n.is_multiple_of(50) {
             hub.gauge_outboxes(&mut outboxes);

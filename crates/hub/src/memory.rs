@@ -301,6 +301,7 @@ impl Backplane for Memory {
         self.with(|node, log| {
             // Beacons come from an idle node too: what is dead goes away without any traffic.
             log.sweep(now_ms);
+            log.age(now_ms);
             node.beacon(log);
         });
     }

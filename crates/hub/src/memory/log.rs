@@ -17,6 +17,8 @@ use crate::event::Event;
 /// How much longer than the TTL a stream is kept. Gaps are judged by the TTL alone, so a cursor that
 /// is just young enough never finds its stream gone between the judgement and the read.
 pub(super) const STREAM_SLACK: Duration = Duration::from_secs(5 * 60);
+/// A log without events moves its position on this often (or with an eighth of the history's TTL).
+const QUIET: Duration = Duration::from_secs(30);
 /// At most so many expired things of each kind are dropped per call, so that no call pays for a
 /// million dead channels. Every call creates at most one, so the rest melts away.
 const SWEEP_STEP: usize = 16;
@@ -105,6 +107,15 @@ impl Log {
     /// May `tag` name a new incarnation?
     pub(super) fn is_free(&self, tag: u16) -> bool {
         tag != 0 && tag != self.tag && self.ends.iter().all(|(end, _)| *end != tag)
+    }
+
+    /// The position of a quiet log moves on with the time: else the cursors of everybody who has
+    /// missed nothing would grow older than the history, and they would be told of a gap.
+    pub(super) fn age(&mut self, now_ms: u64) {
+        let quiet_ms = (ms(self.config.history_ttl) / 8).min(ms(QUIET));
+        if now_ms.saturating_sub(self.last.ms) >= quiet_ms {
+            self.last = self.last.next(now_ms, self.tag);
+        }
     }
 
     /// The highest id given.
