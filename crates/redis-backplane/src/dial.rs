@@ -10,6 +10,7 @@ use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::{
     AsyncConnectionConfig, Client, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, RedisError, TlsCertificates,
 };
+use tokio::sync::Notify;
 
 /// What of the configuration names the server. Hidden in every `Debug`.
 pub(crate) struct Address<'a> {
@@ -42,6 +43,7 @@ pub(crate) struct Dialer {
     commands: Client,
     link: Client,
     connect_timeout: Duration,
+    there: Arc<Notify>,
 }
 
 impl Dialer {
@@ -53,6 +55,7 @@ impl Dialer {
             commands: client(info, address.ca_file)?,
             link: client(link, address.ca_file)?,
             connect_timeout: connect_timeout(timeout),
+            there: Arc::default(),
         })
     }
 
@@ -91,7 +94,21 @@ impl Dialer {
             redis::cmd("PING").exec_async(&mut connection).await?;
             Ok(connection)
         });
-        opened.await.unwrap_or_else(|_| Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()))
+        let opened = opened.await.unwrap_or_else(|_| Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()));
+        if opened.is_ok() {
+            self.there.notify_waiters();
+        }
+        opened
+    }
+
+    /// Waits so long, or until somebody else's dial succeeds: what was refused need not wait on then.
+    /// For failed dials only; a connection that was lost after it stood keeps its whole wait.
+    pub(crate) async fn pause(&self, wait: Duration) {
+        // Either arm may be dropped: a success that is missed costs the rest of the wait.
+        tokio::select! {
+            () = self.there.notified() => {}
+            () = tokio::time::sleep(wait) => {}
+        }
     }
 }
 

@@ -146,7 +146,7 @@ impl Keeper {
                     Ok(connection) => break connection,
                     Err(error) => self.doubt.set_why(Some(Fault::of(&error).text())),
                 }
-                tokio::time::sleep(backoff.next()).await;
+                self.dialer.pause(backoff.next()).await;
             };
             let since = Instant::now();
             self.up.store(true, Ordering::Relaxed);

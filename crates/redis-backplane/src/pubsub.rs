@@ -103,7 +103,7 @@ impl Supervisor {
                         return;
                     }
                     self.report(error);
-                    tokio::time::sleep(backoff.next()).await;
+                    self.dialer.pause(backoff.next()).await;
                     continue;
                 }
             };

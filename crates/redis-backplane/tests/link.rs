@@ -283,8 +283,9 @@ async fn a_server_that_is_loading_is_not_ready_and_is_set_up_anew_when_it_is() {
     assert!(!node.plane.is_link_up());
     name.now_means(&server);
     node.until_up().await;
-    node.plane.publish(event(&channel("c"), "1")).await.unwrap();
-    node.read(&[(channel("c"), From::Start)]).await;
+    // The other connections follow within one wait of theirs.
+    node.log(&channel("c"), "1").await;
+    assert_eq!(node.read(&[(channel("c"), From::Start)]).await.events.len(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
