@@ -3,13 +3,16 @@
 //!
 //! `contract` what every backplane must pass · `faults` a backplane that is late, silent or away ·
 //! `redis` a real server to kill, pause and fail over · `proxy` a wire to cut · `gateway` the real
-//! binary · `http`, `sse`, `ws` raw clients.
+//! binary · `http`, `sse`, `ws` raw clients · `numbered` events that
+//! are counted from the publisher to the client.
 
 pub mod contract;
 pub mod faults;
 pub mod gateway;
 pub mod http;
+pub mod numbered;
 pub mod proxy;
 pub mod redis;
 pub mod sse;
 pub mod ws;
+pub mod world;

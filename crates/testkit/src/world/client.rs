@@ -123,6 +123,11 @@ impl Client {
         self.joined.iter().chain(&self.asked).chain(self.extras.keys())
     }
 
+    /// Is it one of its token's?
+    pub fn is_joined(&self, channel: &str) -> bool {
+        self.joined.iter().any(|known| known == channel)
+    }
+
     /// Does it mean to hear this one?
     pub fn hears(&self, channel: &str) -> bool {
         self.channels().any(|known| known == channel)
