@@ -131,25 +131,28 @@ impl Opening {
 
     fn gaps(&mut self, hub: &Hub, state: &mut State, wire: Wire, read: &Read) {
         let cursor_gap = self.cursor_gap.take();
-        for (channel, facts) in self.channels.iter().zip(&read.facts) {
-            let reason = match self.from {
-                From::After(since) => read
-                    .broken
-                    .or_else(|| read.hole(facts, since))
-                    .or(facts.cut.then_some(GapReason::Overflow)),
-                From::Here => cursor_gap,
-                From::Start => None,
-            };
-            let Some(reason) = reason else { continue };
-            self.resume = Resume::Gap;
-            hub.metrics.gap(reason);
-            // The old cursor stays good until the replay is through; a broken one is replaced.
-            let at = match (self.from, read.broken) {
-                (From::After(since), None) => since,
-                _ => read.position,
-            };
-            state.push_own(message::gap(channel, reason, Some(at)).on(wire), wire);
+        let hole = |facts| match self.from {
+            From::After(since) => {
+                read.broken.or_else(|| read.hole(facts, since)).or(facts.cut.then_some(GapReason::Overflow))
+            }
+            From::Here => cursor_gap,
+            From::Start => None,
+        };
+        let holes = self.channels.iter().zip(&read.facts).filter_map(|(channel, facts)| Some((channel.clone(), hole(facts)?)));
+        let gaps: Vec<_> = holes.collect();
+        if gaps.is_empty() {
+            return;
         }
+        self.resume = Resume::Gap;
+        // The old cursor stays good until the replay is through; a broken one is replaced.
+        let at = match (self.from, read.broken) {
+            (From::After(since), None) => since,
+            _ => read.position,
+        };
+        for m in message::gaps(&gaps, at) {
+            state.push_own(m.on(wire), wire);
+        }
+        gaps.iter().for_each(|(_, reason)| hub.metrics.gap(*reason));
     }
 }
 

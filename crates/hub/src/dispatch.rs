@@ -236,12 +236,11 @@ impl Dispatcher {
                     gaps.extend(hole.map(|reason| (sub.channel.clone(), reason)));
                 }
             }
-            for (channel, reason) in &gaps {
-                self.hub.metrics.gap(*reason);
-                let m = message::gap(channel, *reason, Some(base));
+            for m in message::gaps(&gaps, base) {
                 state.push_own(m.on(wire), wire);
             }
             drop(state);
+            gaps.iter().for_each(|(_, reason)| self.hub.metrics.gap(*reason));
             if !gaps.is_empty() {
                 session.wake();
             }
@@ -255,6 +254,14 @@ impl Dispatcher {
             }
         }
         self.hub.place.advance(position);
+        for session in self.hub.all_sessions() {
+            let mut state = session.lock();
+            // Also where nothing came: P may be of a new incarnation, which the node alone would
+            // not carry into it.
+            if state.stage == Stage::Live {
+                state.position = state.position.max(position);
+            }
+        }
         self.live(position);
         tracing::info!(n_events, "the link to the backplane is back; what was missed was read from the log");
     }
@@ -285,11 +292,11 @@ impl Dispatcher {
             if state.stage != Stage::Live {
                 continue;
             }
-            let channels: Vec<Channel> =
-                state.subs.iter().flatten().filter(|sub| sub.pending.is_none()).map(|sub| sub.channel.clone()).collect();
-            for channel in &channels {
+            let live = state.subs.iter().flatten().filter(|sub| sub.pending.is_none());
+            let gaps: Vec<_> = live.map(|sub| (sub.channel.clone(), reason)).collect();
+            for m in message::gaps(&gaps, position) {
                 self.hub.metrics.gap(reason);
-                state.push_own(message::gap(channel, reason, Some(position)).on(wire), wire);
+                state.push_own(m.on(wire), wire);
             }
             state.position = position;
             for sub in state.subs.iter_mut().flatten() {

@@ -240,6 +240,15 @@ pub fn gap(channel: &Channel, reason: GapReason, id: Option<EventId>) -> Message
     }
 }
 
+/// A `gap` a channel, all with the same id. Only the last moves an event stream's cursor: a client
+/// that is cut between two of them must be told of the others again.
+pub fn gaps(gaps: &[(Channel, GapReason)], id: EventId) -> impl Iterator<Item = Message> + '_ {
+    gaps.iter().enumerate().map(move |(i, (channel, reason))| {
+        let m = gap(channel, *reason, Some(id));
+        if i + 1 == gaps.len() { m } else { Message { id: None, ..m } }
+    })
+}
+
 /// `ok` to a client's message.
 pub fn ok(reference: Option<&RawValue>, channel: Option<&Channel>, resume: Option<Resume>, id: Option<EventId>) -> Message {
     let mut json = json!({});

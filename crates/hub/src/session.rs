@@ -263,10 +263,17 @@ impl Session {
         self.waker.wake();
     }
 
-    /// Queues a message of this session's own and wakes its driver.
+    /// Queues a message of this session's own and wakes its driver. Nothing follows a `bye`: an
+    /// answer that comes after it is dropped.
     pub(crate) fn say(&self, m: &Message) {
         let framed = m.on(self.info.wire);
-        self.lock().push_own(framed, self.info.wire);
+        {
+            let mut state = self.lock();
+            if state.is_over() {
+                return;
+            }
+            state.push_own(framed, self.info.wire);
+        }
         self.wake();
     }
 
@@ -449,9 +456,13 @@ impl State {
 
     /// The session's position: what every message that carries one says.
     pub fn position_with(&mut self, node: EventId) -> EventId {
-        // Every event ≤ the node's position was dispatched before it was read, so the session may
-        // claim it, and must then never deliver anything at or below it.
-        self.position = self.position.max(node);
+        // Every event ≤ the node's position was dispatched before it was read, so a live session may
+        // claim it, and must then never deliver anything at or below it. While history is still
+        // being replayed only what was replayed may be claimed; and of a log that was reset the
+        // node knows before the session was told.
+        if self.stage == Stage::Live && node.incarnation() == self.position.incarnation() {
+            self.position = self.position.max(node);
+        }
         self.position
     }
 
