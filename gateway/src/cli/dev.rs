@@ -41,7 +41,9 @@ pub fn run(plugins: Plugins) -> Result<(), CliError> {
         None => None,
     };
     let console_token = token.clone();
-    let listening = Box::new(move |bound: &Addresses| say(&welcome(bound, token.as_deref(), has_admin_key)));
+    // As it was called, so that the lines can be pasted where it is not in the PATH.
+    let program = std::env::args().next().unwrap_or_else(|| "tidegate".to_owned());
+    let listening = Box::new(move |bound: &Addresses| say(&welcome(&program, bound, token.as_deref(), has_admin_key)));
     start(config, plugins, listening, console_token)
 }
 
@@ -94,7 +96,7 @@ fn wish() -> TokenArgs {
 }
 
 /// What is printed once the listeners stand: lines to paste.
-fn welcome(bound: &Addresses, token: Option<&str>, has_admin_key: bool) -> String {
+fn welcome(program: &str, bound: &Addresses, token: Option<&str>, has_admin_key: bool) -> String {
     let Addresses { public, admin, probes } = bound;
     let key = if has_admin_key { "   (with GATEWAY_ADMIN_KEY set as here)" } else { "" };
     let mut lines = vec![
@@ -115,7 +117,7 @@ fn welcome(bound: &Addresses, token: Option<&str>, has_admin_key: bool) -> Strin
             "Hear events, one way or the other:".to_owned(),
             String::new(),
             format!("curl -N -H 'Authorization: Bearer {token}' http://{public}/v1/sse"),
-            format!("tidegate tail --url http://{public} --token {token}"),
+            format!("{program} tail --url http://{public} --token {token}"),
         ]),
         None => lines
             .push("No token is printed: your key can check tokens, not sign them. Bring one of your own.".to_owned()),
@@ -124,7 +126,7 @@ fn welcome(bound: &Addresses, token: Option<&str>, has_admin_key: bool) -> Strin
         String::new(),
         "Publish one:".to_owned(),
         String::new(),
-        format!("tidegate publish --admin http://{admin} {CHANNEL} '{{\"hello\":\"world\"}}'{key}"),
+        format!("{program} publish --admin http://{admin} {CHANNEL} '{{\"hello\":\"world\"}}'{key}"),
         String::new(),
     ]);
     lines.join("\n")
@@ -179,7 +181,7 @@ mod tests {
     fn the_welcome_has_a_line_to_paste_for_each_way() {
         let address = |port| std::net::SocketAddr::from(([127, 0, 0, 1], port));
         let bound = Addresses { public: address(1), admin: address(2), probes: address(3) };
-        let text = welcome(&bound, Some("a.b.c"), false);
+        let text = welcome("tidegate", &bound, Some("a.b.c"), false);
         for line in [
             "curl -N -H 'Authorization: Bearer a.b.c' http://127.0.0.1:1/v1/sse",
             "tidegate tail --url http://127.0.0.1:1 --token a.b.c",
