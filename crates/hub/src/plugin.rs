@@ -1,10 +1,12 @@
 //! The extension point: what a custom gateway may decide and observe. Everything but `name` is
 //! defaulted. Only `admit` may wait, and only under the admission deadline; a panic in any call is
 //! caught, counted and answered by the safe side (admit refuses, may_subscribe denies, publishing
-//! drops the event).
+//! drops the event, received ends the session).
 
+use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
@@ -19,6 +21,11 @@ use crate::hub::GatewayHandle;
 use crate::backplane::Publish;
 use crate::refusal::{Refusal, RefusalCode};
 use crate::session::SessionInfo;
+use crate::telemetry::Metrics;
+
+/// How long a plugin's own task may still run once it was told to stop. 1 s: enough to send what
+/// it had in hand, little enough that a second signal still ends the process at once.
+const RUN_END: Duration = Duration::from_secs(1);
 
 /// What a newcomer asks for, beside who it is.
 #[derive(Clone, Debug)]
@@ -114,7 +121,8 @@ pub trait Plugin: Send + Sync + 'static {
     /// The session is over.
     fn closed(&self, _session: &SessionInfo, _reason: CloseReason) {}
 
-    /// A task of the plugin's own, from the gateway's start until `stop` is cancelled.
+    /// A task of the plugin's own, from the gateway's start on. When `stop` is cancelled (nobody is
+    /// connected any more) it has a second to come to its end, then it is dropped where it waits.
     fn run(self: Arc<Self>, _gateway: GatewayHandle, _stop: CancellationToken) -> BoxFuture<'static, ()> {
         async {}.boxed()
     }
@@ -122,7 +130,11 @@ pub trait Plugin: Send + Sync + 'static {
 
 /// The compiled-in plugins, asked in the order in which they were added.
 #[derive(Clone, Default)]
-pub struct Plugins(Vec<Arc<dyn Plugin>>);
+pub struct Plugins {
+    list: Vec<Arc<dyn Plugin>>,
+    /// Where panics are counted, once there is a node; shared by all clones of it.
+    metrics: Arc<OnceLock<Arc<Metrics>>>,
+}
 
 impl Plugins {
     /// None.
@@ -133,13 +145,39 @@ impl Plugins {
     /// One more, asked after those before it.
     #[must_use]
     pub fn with(mut self, plugin: impl Plugin) -> Self {
-        self.0.push(Arc::new(plugin));
+        self.list.push(Arc::new(plugin));
         self
     }
 
     /// Each of them.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Plugin>> {
-        self.0.iter()
+        self.list.iter()
+    }
+
+    /// Panics are counted here from now on; the first call decides.
+    pub(crate) fn count_in(&self, metrics: &Arc<Metrics>) {
+        let _ = self.metrics.set(metrics.clone());
+    }
+
+    /// The plugins' own tasks. None runs longer than `RUN_END` beyond `stop`.
+    pub(crate) fn tasks(
+        &self,
+        gateway: &GatewayHandle,
+        stop: &CancellationToken,
+    ) -> Vec<impl Future<Output = ()> + Send + use<>> {
+        let task = |plugin: &Arc<dyn Plugin>| {
+            let (plugins, plugin) = (self.clone(), plugin.clone());
+            let (gateway, stop) = (gateway.clone(), stop.clone());
+            async move {
+                let name = plugin.name();
+                let running = AssertUnwindSafe(async { plugin.run(gateway, stop.clone()).await }).catch_unwind();
+                tokio::select! {
+                    ended = running => if ended.is_err() { plugins.panicked(name, "run") },
+                    () = async { stop.cancelled().await; tokio::time::sleep(RUN_END).await } => {}
+                }
+            }
+        };
+        self.list.iter().map(task).collect()
     }
 
     /// All must agree; one `Raw` makes the session raw.
@@ -148,13 +186,14 @@ impl Plugins {
     /// The first refusal; a panic refuses with `internal`.
     pub async fn admit(&self, who: &Identity, ask: &Ask) -> Result<Admission, Refusal> {
         let mut admission = Admission::Standard;
-        for plugin in &self.0 {
-            match AssertUnwindSafe(plugin.admit(who, ask)).catch_unwind().await {
+        for plugin in &self.list {
+            // The call itself stands inside: it may panic before there is a future.
+            match AssertUnwindSafe(async { plugin.admit(who, ask).await }).catch_unwind().await {
                 Ok(Ok(Admission::Raw)) => admission = Admission::Raw,
                 Ok(Ok(Admission::Standard)) => {}
                 Ok(Err(refusal)) => return Err(refusal),
                 Err(_) => {
-                    tracing::error!(plugin = plugin.name(), call = "admit", "plugin panicked");
+                    self.panicked(plugin.name(), "admit");
                     return Err(Refusal::new(RefusalCode::Internal, "a plugin failed"));
                 }
             }
@@ -165,8 +204,8 @@ impl Plugins {
     /// Grants and plugins together.
     pub fn may_subscribe(&self, who: &Identity, channel: &Channel) -> bool {
         let mut allowed = who.grants.allow(channel);
-        for plugin in &self.0 {
-            match guarded(plugin, "may_subscribe", || plugin.may_subscribe(who, channel)) {
+        for plugin in &self.list {
+            match self.guarded(plugin, "may_subscribe", || plugin.may_subscribe(who, channel)) {
                 Some(Verdict::Pass) => {}
                 Some(Verdict::Allow) => allowed = true,
                 Some(Verdict::Deny) | None => return false,
@@ -177,15 +216,15 @@ impl Plugins {
 
     /// Through all of them in turn; `None` as soon as one drops it or panics.
     pub fn publishing(&self, event: Publish) -> Option<Publish> {
-        self.0.iter().try_fold(event, |event, plugin| {
-            guarded(plugin, "publishing", || plugin.publishing(event)).flatten()
+        self.list.iter().try_fold(event, |event, plugin| {
+            self.guarded(plugin, "publishing", || plugin.publishing(event)).flatten()
         })
     }
 
     /// The first that does not pass.
     pub fn received(&self, from: &SessionInfo, message: &Inbound) -> Received {
-        for plugin in &self.0 {
-            match guarded(plugin, "received", || plugin.received(from, message)) {
+        for plugin in &self.list {
+            match self.guarded(plugin, "received", || plugin.received(from, message)) {
                 Some(Received::Pass) => {}
                 Some(answer) => return answer,
                 None => return Received::Leave(CloseReason::Internal),
@@ -196,21 +235,26 @@ impl Plugins {
 
     /// Tells all.
     pub fn opened(&self, session: &SessionInfo) {
-        for plugin in &self.0 {
-            guarded(plugin, "opened", || plugin.opened(session));
+        for plugin in &self.list {
+            self.guarded(plugin, "opened", || plugin.opened(session));
         }
     }
 
     /// Tells all.
     pub fn closed(&self, session: &SessionInfo, reason: CloseReason) {
-        for plugin in &self.0 {
-            guarded(plugin, "closed", || plugin.closed(session, reason));
+        for plugin in &self.list {
+            self.guarded(plugin, "closed", || plugin.closed(session, reason));
         }
     }
-}
 
-fn guarded<T>(plugin: &Arc<dyn Plugin>, call: &'static str, f: impl FnOnce() -> T) -> Option<T> {
-    catch_unwind(AssertUnwindSafe(f))
-        .inspect_err(|_| tracing::error!(plugin = plugin.name(), call, "plugin panicked"))
-        .ok()
+    fn guarded<T>(&self, plugin: &Arc<dyn Plugin>, call: &'static str, f: impl FnOnce() -> T) -> Option<T> {
+        catch_unwind(AssertUnwindSafe(f)).inspect_err(|_| self.panicked(plugin.name(), call)).ok()
+    }
+
+    fn panicked(&self, plugin: &'static str, call: &'static str) {
+        tracing::error!(plugin, call, "plugin panicked");
+        if let Some(metrics) = self.metrics.get() {
+            metrics.plugin_panicked();
+        }
+    }
 }
