@@ -153,6 +153,7 @@ pub fn hub(config: &Config, capacity: usize) -> HubConfig {
         replay_max: config.history.replay_max,
         auth_timeout: config.auth.timeout,
         max_age: config.lifecycle.max_age(),
+        revocation_sweep: config.revocation.sweep,
         drain: DrainConfig {
             grace: drain.grace,
             window: drain.window.map_or(Window::Auto, Window::Fixed),

@@ -32,6 +32,7 @@ use crate::plugin::{Admission, Inbound, Plugins};
 use crate::refusal::{Refusal, RefusalCode};
 use crate::revocation::Revocations;
 use crate::session::{Attention, Deadlines, Held, Session, SessionConfig, SessionInfo, Sub};
+use crate::sweep;
 use crate::telemetry::{Metrics, ResumeLabel};
 use crate::wheel::{TICK, Wheel};
 
@@ -166,6 +167,8 @@ pub struct HubConfig {
     pub auth_timeout: Duration,
     /// `GATEWAY_MAX_AGE_MIN` and `_MAX`; `None`: nobody is recycled.
     pub max_age: Option<(Duration, Duration)>,
+    /// `GATEWAY_REVOCATION_SWEEP`: a revocation that nobody told us of ends sessions within it.
+    pub revocation_sweep: Duration,
     /// How a drain goes.
     pub drain: DrainConfig,
     /// What every session obeys.
@@ -272,6 +275,7 @@ impl Hub {
         let link = self.backplane.link();
         self.tasks.spawn(dispatch::run(self.clone(), link));
         self.tasks.spawn(turn_wheel(self.clone()));
+        self.tasks.spawn(sweep::run(self.clone()));
         for task in self.plugins.tasks(&self.handle(), &self.stop) {
             self.tasks.spawn(task);
         }

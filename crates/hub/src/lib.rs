@@ -27,5 +27,6 @@ pub mod plugin;
 pub mod refusal;
 pub mod revocation;
 pub mod session;
+mod sweep;
 pub mod telemetry;
 pub mod wheel;

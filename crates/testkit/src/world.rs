@@ -247,7 +247,7 @@ impl World {
     /// A promise was broken, or it never is.
     pub async fn bring(&mut self, client: usize, node: usize) {
         self.connect(client, node);
-        for _ in 0..20 {
+        for _ in 0..2_000 {
             self.settle().await;
             self.receive(client).unwrap_or_else(|violation| self.fail(&violation));
             if self.clients[client].is_ready() {
@@ -336,6 +336,11 @@ impl World {
             key: key.map(Into::into),
         };
         self.publisher.publish(event).await.expect("the publisher is never cut off")
+    }
+
+    /// Wall time in this world.
+    pub fn unix(&self) -> Duration {
+        self.clock.unix()
     }
 
     /// Where the log stands now.
@@ -509,6 +514,7 @@ fn hub_config(config: &WorldConfig, node: Arc<str>) -> HubConfig {
         replay_max: config.replay_max,
         auth_timeout: Duration::from_secs(1),
         max_age: None,
+        revocation_sweep: Duration::from_secs(30),
         drain: DrainConfig {
             grace: Duration::from_secs(5),
             window: Window::Auto,

@@ -87,6 +87,7 @@ fn node() -> Node {
         replay_max: 100,
         auth_timeout: secs(1),
         max_age: None,
+        revocation_sweep: Duration::from_secs(30),
         drain: DrainConfig { grace: secs(5), window: Window::Auto, deadline: secs(120), takes_per_second: 50.0 },
         session,
     };
