@@ -244,14 +244,16 @@ fn hex(b: u8) -> Option<u8> {
 }
 
 /// Path and query for logs and plugins, without anything that is or looks like a token: parameters
-/// called `access_token` in any letter case and encoding, and values that begin like a JWT.
+/// called `access_token` in any letter case and encoding, and values that begin like a JWT. One
+/// that was put into the path by mistake takes the path with it.
 pub fn redacted_path(uri: &Uri) -> String {
-    let Some(query) = uri.query() else { return uri.path().to_owned() };
+    let path = if uri.path().split('/').any(is_secret) { "(hidden)" } else { uri.path() };
+    let Some(query) = uri.query() else { return path.to_owned() };
     let kept: Vec<&str> = query.split('&').filter(|pair| !is_secret(pair)).collect();
     if kept.is_empty() {
-        return uri.path().to_owned();
+        return path.to_owned();
     }
-    format!("{}?{}", uri.path(), kept.join("&"))
+    format!("{path}?{}", kept.join("&"))
 }
 
 /// Rather too much than too little: encodings of encodings are undone, and some software takes `;`

@@ -167,6 +167,10 @@ fn a_redacted_path_keeps_everything_but_the_token() {
     ] {
         assert_eq!(redacted(&format!("/v1/ws?{secret}&channel=a")), "/v1/ws?channel=a", "{secret}");
     }
+    for path in ["/v1/ws/eyJhbGciOiJIUzI1NiJ9.e30.s", "/%65yJhbGciOiJIUzI1NiJ9.e30.s/v1/ws", "/access_token=s"] {
+        assert_eq!(redacted(path), "(hidden)");
+        assert_eq!(redacted(&format!("{path}?channel=a")), "(hidden)?channel=a");
+    }
 }
 
 proptest! {
