@@ -86,18 +86,24 @@ pub(crate) fn received(hub: &Arc<Hub>, session: &Arc<Session>, message: Inbound)
     if session.info.admission == Admission::Raw {
         return offer_to_plugins(hub, session, &message, None);
     }
-    if !has_room(hub, session, 1.0, now, None) {
+    // What follows our last words is not looked at.
+    if session.ending().is_some() {
         return;
     }
-    let text = match &message {
-        Inbound::Binary(_) => return offer_to_plugins(hub, session, &message, None),
-        Inbound::Text(text) => text.clone(),
-    };
-    match parse::<Kind<'_>>(&text) {
-        Some(kind) if kind.reference.is_none_or(|r| r.get().len() <= MAX_REFERENCE_BYTES) => {
-            known(hub, session, &message, &text, &kind, now);
+    let Inbound::Text(text) = &message else {
+        if has_room(hub, session, 1.0, now, None) {
+            offer_to_plugins(hub, session, &message, None);
         }
-        _ => say_error(session, None, ErrorCode::BadMessage, "a message is a JSON object with a type", None),
+        return;
+    };
+    // Read before the rate is looked at: who is told "too many" must know of which.
+    let kind = parse::<Kind<'_>>(text).filter(|kind| kind.reference.is_none_or(|r| r.get().len() <= MAX_REFERENCE_BYTES));
+    if !has_room(hub, session, 1.0, now, kind.as_ref().and_then(|kind| kind.reference)) {
+        return;
+    }
+    match kind {
+        Some(kind) => known(hub, session, &message, text, &kind, now),
+        None => say_error(session, None, ErrorCode::BadMessage, "a message is a JSON object with a type", None),
     }
 }
 
