@@ -37,7 +37,11 @@ pub(crate) async fn open(hub: Arc<Hub>, session: Arc<Session>, since: Since) {
             step = opening.step(&hub, &session) => step,
         };
         match step {
-            Step::Done => return,
+            Step::Done => {
+                // A live session is told its position now and then: the wheel must know.
+                hub.arm(&session);
+                return;
+            }
             Step::Again => {}
             // The page must have left before the next is read: only a write past its deadline can
             // end a session during its replay, not the outbox.
