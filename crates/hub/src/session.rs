@@ -183,6 +183,7 @@ pub(crate) struct State {
     next_beat: Instant,
     alive_by: Option<Instant>,
     blocked_since: Option<Instant>,
+    has_written: bool,
     id_sent_at: Instant,
     message_tokens: f64,
     message_at: Instant,
@@ -245,6 +246,7 @@ impl Session {
             next_beat: now + dice.between(config.heartbeat / 2, config.heartbeat),
             alive_by: None,
             blocked_since: None,
+            has_written: false,
             id_sent_at: now,
             message_tokens: config.client_burst,
             message_at: now,
@@ -295,7 +297,9 @@ impl Session {
         if state.is_cut || state.stage == Stage::Gone {
             return Attention::Cut;
         }
-        if std::mem::take(&mut state.discard) {
+        // Before the first byte is out, the batch is the response head and our first words: without
+        // them nothing that follows could be read.
+        if std::mem::take(&mut state.discard) && state.has_written {
             let n = batch.discard_unbegun(self.info.wire);
             state.outbox.written(n);
         }
@@ -313,6 +317,7 @@ impl Session {
     pub fn progress(&self, n: usize, is_blocked: bool, now: Instant) -> bool {
         let mut state = self.lock();
         state.outbox.written(n);
+        state.has_written |= n > 0;
         let began = is_blocked && (n > 0 || state.blocked_since.is_none());
         state.blocked_since = match (is_blocked, n) {
             (false, _) => None,
