@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
-use std::task::Waker;
 use std::time::Duration;
 
 use tokio::sync::{Notify, Semaphore, watch};
@@ -22,19 +21,21 @@ use crate::close::CloseReason;
 use crate::cursor::{EventId, Since};
 use crate::departure::{Departure, DrainConfig, Who};
 use crate::dispatch;
-use crate::event::{Event, NotJson, Wire};
+use crate::event::{Event, Wire};
 use crate::fanout::{Channels, LinkState, Listener, Place};
 use crate::inbound;
 use crate::limit::Seat;
 use crate::message::{self, Hello, Unsubscribed};
-use crate::outbox::Batch;
-use crate::plugin::{Admission, Inbound, Plugins};
+use crate::plugin::{Admission, Plugins};
 use crate::refusal::{Refusal, RefusalCode};
 use crate::revocation::Revocations;
-use crate::session::{Attention, Deadlines, Held, Session, SessionConfig, SessionInfo, Sub};
+use crate::session::{Deadlines, Held, Session, SessionConfig, SessionInfo, Sub};
 use crate::sweep;
 use crate::telemetry::{Metrics, ResumeLabel};
 use crate::wheel::{TICK, Wheel};
+
+pub use crate::handle::{GatewayHandle, Load, Phase, PublishError};
+pub use crate::open::Open;
 
 const N_SHARDS: usize = 16;
 
@@ -44,111 +45,6 @@ const MAX_READS: usize = 64;
 
 /// How long the end of cut sessions is waited for at shutdown. 1 s: their drivers only have to run once.
 const CUT_WAIT: Duration = Duration::from_secs(1);
-
-/// Life of the process, watched: tests and drains wait on it, never on sleeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Phase {
-    /// Not serving yet (waiting for Redis, say).
-    Starting,
-    /// Open for business.
-    Serving,
-    /// Leaving: unready, still serving during the grace, then closing on schedule.
-    Draining,
-    /// Nobody is connected any more.
-    Stopped,
-}
-
-impl Phase {
-    /// Every phase.
-    pub const ALL: [Phase; 4] = [Phase::Starting, Phase::Serving, Phase::Draining, Phase::Stopped];
-
-    /// The word in `/readyz` and the label of `gateway_phase`.
-    pub fn word(self) -> &'static str {
-        match self {
-            Phase::Starting => "starting",
-            Phase::Serving => "serving",
-            Phase::Draining => "draining",
-            Phase::Stopped => "stopped",
-        }
-    }
-}
-
-/// How full the node is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Load {
-    /// Open sessions.
-    pub n_sessions: usize,
-    /// `GATEWAY_MAX_SESSIONS` in force.
-    pub capacity: usize,
-    /// The phase now.
-    pub phase: Phase,
-}
-
-/// A publish that did not happen, or may not have.
-#[derive(Debug, Clone, thiserror::Error)]
-pub enum PublishError {
-    /// A plugin dropped the event: for good.
-    #[error("a plugin refused the event")]
-    Dropped,
-    /// `data` is over `GATEWAY_MAX_MESSAGE`: for good.
-    #[error("data has {size} bytes, at most {max} are allowed (GATEWAY_MAX_MESSAGE)")]
-    TooLarge {
-        /// Bytes of `data`.
-        size: usize,
-        /// The limit in force.
-        max: usize,
-    },
-    /// `data` is no JSON: for good.
-    #[error(transparent)]
-    NotJson(#[from] NotJson),
-    /// Unknown whether it was stored: repeat with the same key.
-    #[error(transparent)]
-    Unavailable(#[from] Unavailable),
-}
-
-/// What the API, the command line and plugins may do with a running node. Cheap to clone.
-#[derive(Clone)]
-pub struct GatewayHandle {
-    hub: Arc<Hub>,
-}
-
-impl GatewayHandle {
-    /// Publishes through the plugins to every node.
-    ///
-    /// # Errors
-    /// See `PublishError`.
-    pub async fn publish(&self, event: Publish) -> Result<Published, PublishError> {
-        self.hub.publish(event).await
-    }
-
-    /// Asks sessions of this node to leave; returns how many were asked.
-    pub fn depart(&self, departure: Departure) -> usize {
-        self.hub.depart(departure)
-    }
-
-    /// How full the node is.
-    pub fn load(&self) -> Load {
-        self.hub.load()
-    }
-
-    /// This node's name.
-    pub fn node(&self) -> &str {
-        &self.hub.config.node
-    }
-
-    /// Revokes on every node; kept for `ttl`.
-    ///
-    /// # Errors
-    /// `Unavailable`: not known to be stored, repeat it.
-    pub async fn revoke(&self, revocation: Revocation, ttl: Duration) -> Result<(), Unavailable> {
-        self.hub.revoke(revocation, ttl).await
-    }
-
-    /// Starts this node's drain, as SIGTERM does. Again is harmless.
-    pub fn drain(&self) {
-        self.hub.drain();
-    }
-}
 
 /// What a hub is told at its birth.
 #[derive(Clone, Debug)]
@@ -435,7 +331,7 @@ impl Hub {
     }
 
     /// The session is over, whatever ended it; counts exactly one reason. Idempotent.
-    fn bury(&self, session: &Arc<Session>, fallback: CloseReason) {
+    pub(crate) fn bury(&self, session: &Arc<Session>, fallback: CloseReason) {
         let Some((reason, subs)) = session.lock().bury(fallback) else { return };
         for (channel, slot) in subs {
             self.channels.unlisten(&channel, slot);
@@ -605,11 +501,11 @@ impl Hub {
         }
     }
 
-    async fn revoke(&self, revocation: Revocation, ttl: Duration) -> Result<(), Unavailable> {
+    pub(crate) async fn revoke(&self, revocation: Revocation, ttl: Duration) -> Result<(), Unavailable> {
         self.backplane.revoke(revocation, ttl).await
     }
 
-    async fn publish(&self, event: Publish) -> Result<Published, PublishError> {
+    pub(crate) async fn publish(&self, event: Publish) -> Result<Published, PublishError> {
         let event = self.plugins.publishing(event).ok_or(PublishError::Dropped)?;
         if event.data.len() > self.config.max_message {
             return Err(PublishError::TooLarge { size: event.data.len(), max: self.config.max_message });
@@ -730,80 +626,5 @@ async fn turn_wheel(hub: Arc<Hub>) {
         if n.is_multiple_of(50) {
             hub.gauge_outboxes(&mut outboxes);
         }
-    }
-}
-
-/// An open session in the hands of its driver. Dropping it closes the books, whatever happened to
-/// the driver: `opened` and `closed` pair exactly.
-pub struct Open {
-    hub: Arc<Hub>,
-    session: Arc<Session>,
-}
-
-impl Open {
-    /// The session.
-    pub fn session(&self) -> &Arc<Session> {
-        &self.session
-    }
-
-    /// The first batch: the response head, and `hello` if it is queued, in one write.
-    pub fn begin(&self, head: bytes::Bytes) -> Batch {
-        self.session.lock().outbox.take_behind(head)
-    }
-
-    /// See `Session::attend`.
-    pub fn attend(&self, waker: &Waker, batch: &mut Batch) -> Attention {
-        self.session.attend(waker, batch)
-    }
-
-    /// The kernel took `n` bytes, or wants no more for the moment.
-    pub fn progress(&self, n: usize, is_blocked: bool) {
-        if self.session.progress(n, is_blocked, Instant::now()) {
-            self.hub.arm(&self.session);
-        }
-    }
-
-    /// Events whose last byte went to the kernel; `ids` of logged ones measure the delivery.
-    pub fn delivered(&self, n: u64, newest: Option<EventId>) {
-        self.hub.metrics.delivered(self.session.info.wire, n);
-        if let Some(id) = newest {
-            let published = Duration::from_millis(id.ms);
-            self.hub.metrics.delivery_seconds(self.hub.clock.unix().saturating_sub(published).as_secs_f64());
-        }
-    }
-
-    /// A whole message from the client.
-    pub fn received(&self, message: Inbound) {
-        inbound::received(&self.hub, &self.session, message);
-    }
-
-    /// A ping: answered like an event, so that a peer who does not read is slow.
-    pub fn pinged(&self, pong: bytes::Bytes) {
-        self.session.send(pong);
-        if self.session.is_over(self.hub.config.session.outbox_bytes) {
-            self.end(CloseReason::Slow);
-        }
-    }
-
-    /// The client closed.
-    pub fn client_closed(&self, code: Option<u16>) {
-        self.session.client_closed(code, &self.hub.config.session);
-        self.hub.arm(&self.session);
-    }
-
-    /// Ends it now.
-    pub fn end(&self, reason: CloseReason) {
-        self.hub.end(&self.session, reason);
-    }
-
-    /// The longest message that is taken from a client, bytes.
-    pub fn max_message(&self) -> usize {
-        self.hub.config.max_message
-    }
-}
-
-impl Drop for Open {
-    fn drop(&mut self) {
-        self.hub.bury(&self.session, CloseReason::Lost);
     }
 }

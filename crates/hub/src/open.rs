@@ -1,0 +1,91 @@
+//! The driver's side of a session: what a socket's loop tells the hub, and the guard by which a
+//! session's books are closed whatever happens to that loop.
+
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::close::CloseReason;
+use crate::cursor::EventId;
+use crate::hub::Hub;
+use crate::inbound;
+use crate::outbox::Batch;
+use crate::plugin::Inbound;
+use crate::session::{Attention, Session};
+
+/// An open session in the hands of its driver. Dropping it closes the books, whatever happened to
+/// the driver: `opened` and `closed` pair exactly.
+pub struct Open {
+    pub(crate) hub: Arc<Hub>,
+    pub(crate) session: Arc<Session>,
+}
+
+impl Open {
+    /// The session.
+    pub fn session(&self) -> &Arc<Session> {
+        &self.session
+    }
+
+    /// The first batch: the response head, and `hello` if it is queued, in one write.
+    pub fn begin(&self, head: bytes::Bytes) -> Batch {
+        self.session.lock().outbox.take_behind(head)
+    }
+
+    /// See `Session::attend`.
+    pub fn attend(&self, waker: &Waker, batch: &mut Batch) -> Attention {
+        self.session.attend(waker, batch)
+    }
+
+    /// The kernel took `n` bytes, or wants no more for the moment.
+    pub fn progress(&self, n: usize, is_blocked: bool) {
+        if self.session.progress(n, is_blocked, Instant::now()) {
+            self.hub.arm(&self.session);
+        }
+    }
+
+    /// Events whose last byte went to the kernel; `ids` of logged ones measure the delivery.
+    pub fn delivered(&self, n: u64, newest: Option<EventId>) {
+        self.hub.metrics.delivered(self.session.info.wire, n);
+        if let Some(id) = newest {
+            let published = Duration::from_millis(id.ms);
+            self.hub.metrics.delivery_seconds(self.hub.clock.unix().saturating_sub(published).as_secs_f64());
+        }
+    }
+
+    /// A whole message from the client.
+    pub fn received(&self, message: Inbound) {
+        inbound::received(&self.hub, &self.session, message);
+    }
+
+    /// A ping: answered like an event, so that a peer who does not read is slow.
+    pub fn pinged(&self, pong: bytes::Bytes) {
+        self.session.send(pong);
+        if self.session.is_over(self.hub.config.session.outbox_bytes) {
+            self.end(CloseReason::Slow);
+        }
+    }
+
+    /// The client closed.
+    pub fn client_closed(&self, code: Option<u16>) {
+        self.session.client_closed(code, &self.hub.config.session);
+        self.hub.arm(&self.session);
+    }
+
+    /// Ends it now.
+    pub fn end(&self, reason: CloseReason) {
+        self.hub.end(&self.session, reason);
+    }
+
+    /// The longest message that is taken from a client, bytes.
+    pub fn max_message(&self) -> usize {
+        self.hub.config.max_message
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.hub.bury(&self.session, CloseReason::Lost);
+    }
+}
