@@ -7,8 +7,10 @@
 //! above P (*floor*) → live. If the link was lost or the log changed its incarnation meanwhile, the
 //! whole is done again from the position that the client has by then (*agree*).
 
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
+
+use tokio::time::{Instant, timeout_at};
 
 use crate::backplane::{From, GapReason, Read, ReadAsk};
 use crate::channel::Channel;
@@ -115,14 +117,17 @@ impl Opening {
             return Step::More;
         }
         state.position = read.position;
-        let missed = state.held.as_ref().map_or(EventId::ZERO, |held| held.missed);
-        if missed > read.position {
-            // More came while we read than could be held back: the log has it.
+        let held = state.held.as_mut().expect("held while opening");
+        let is_short = held.missed > read.position;
+        let n_held = held.bytes();
+        if is_short || state.outbox.bytes() + n_held > hub.config.session.outbox_bytes / 2 {
+            // More came while we read than could be held back, or the client has yet to take so
+            // much that the next live event might end it: the log has it all, for later.
             self.from = From::After(read.position);
             state.held.as_mut().expect("held while opening").clear();
             drop(state);
             session.wake();
-            return Step::Again;
+            return Step::More;
         }
         let ready = message::ready(self.resume, self.replayed, read.position);
         state.push_own(ready.on(wire), wire);
@@ -175,12 +180,22 @@ fn go_live(state: &mut State, wire: Wire, resume: Resume) {
     state.tell_progress();
 }
 
-/// A later `subscribe`: the channel is already listened on, pending. Returns the answer's resume
-/// once the channel is live; `None` if the session ended.
+/// A later `subscribe`: the channel is already listened on, pending. Returns once it is live and
+/// answered, or the session ended.
+///
+/// # Errors
+/// `Late` where the backplane did not answer by `deadline`, counted anew for each page that the
+/// client took: a slow reader is no reason to give up. The caller takes the channel off the session.
 ///
 /// # Cancel safety
 /// Dropping it leaves the channel pending; the caller takes it off the session.
-pub(crate) async fn subscribe(hub: &Hub, session: &Arc<Session>, channel: &Channel, since: Since) -> Option<Subscribed> {
+pub(crate) async fn subscribe(
+    hub: &Hub,
+    session: &Arc<Session>,
+    channel: &Channel,
+    since: Since,
+    mut deadline: Instant,
+) -> Result<(), Late> {
     let (from, cursor_gap) = match since {
         Since::Now => (From::Here, None),
         Since::Start => (From::Start, None),
@@ -189,43 +204,20 @@ pub(crate) async fn subscribe(hub: &Hub, session: &Arc<Session>, channel: &Chann
     };
     let mut joining = Joining { channel: channel.clone(), since, from, cursor_gap, replayed: EventId::ZERO, resume: None };
     loop {
-        if session.lock().is_over() {
-            return None;
-        }
-        let link = confirmed(hub, std::slice::from_ref(channel)).await;
-        let Some(read) = read(hub, vec![(channel.clone(), joining.from)]).await else { continue };
-        if link.incarnation != Some(read.position.incarnation()) {
-            hub.disagree(link).await;
-            continue;
-        }
-        if !read.more {
-            // The channel goes live only once the link has passed P, so that `ok.id`, the
-            // session's position, is not below what was replayed (rule *barrier*).
-            hub.backplane.beacon();
-            hub.place.passed(read.position, link.generation).await;
-        }
-        match joining.apply(hub, session, link, &read) {
-            Joined::Live(answer) => return Some(answer),
-            Joined::Gone => return None,
-            Joined::Again => {}
-            Joined::More => session.until(|state| state.is_over() || state.outbox.bytes() == 0).await,
+        match timeout_at(deadline, joining.step(hub, session)).await.map_err(|_| Late)? {
+            Step::Done => return Ok(()),
+            Step::Again => {}
+            Step::More => {
+                session.until(|state| state.is_over() || state.outbox.bytes() == 0).await;
+                deadline = Instant::now() + hub.config.auth_timeout;
+            }
         }
     }
 }
 
-/// How a later `subscribe` was honoured; `ok` itself is queued by then.
+/// The backplane did not answer in time.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Subscribed {
-    pub resume: Resume,
-    pub position: EventId,
-}
-
-enum Joined {
-    Live(Subscribed),
-    Gone,
-    Again,
-    More,
-}
+pub(crate) struct Late;
 
 struct Joining {
     channel: Channel,
@@ -238,16 +230,35 @@ struct Joining {
 }
 
 impl Joining {
-    fn apply(&mut self, hub: &Hub, session: &Session, link: LinkState, read: &Read) -> Joined {
+    async fn step(&mut self, hub: &Hub, session: &Session) -> Step {
+        if session.lock().is_over() {
+            return Step::Done;
+        }
+        let link = confirmed(hub, std::slice::from_ref(&self.channel)).await;
+        let Some(read) = read(hub, vec![(self.channel.clone(), self.from)]).await else { return Step::Again };
+        if link.incarnation != Some(read.position.incarnation()) {
+            hub.disagree(link).await;
+            return Step::Again;
+        }
+        if !read.more {
+            // The channel goes live only once the link has passed P, so that `ok.id`, the
+            // session's position, is not below what was replayed (rule *barrier*).
+            hub.backplane.beacon();
+            hub.place.passed(read.position, link.generation).await;
+        }
+        self.apply(hub, session, link, &read)
+    }
+
+    fn apply(&mut self, hub: &Hub, session: &Session, link: LinkState, read: &Read) -> Step {
         let wire = session.info.wire;
         let node = hub.place.position();
         let mut state = session.lock();
         if state.is_over() {
-            return Joined::Gone;
+            return Step::Done;
         }
-        let Some(index) = state.find(&self.channel) else { return Joined::Gone };
+        let Some(index) = state.find(&self.channel) else { return Step::Done };
         if hub.place.state() != link {
-            return Joined::Again;
+            return Step::Again;
         }
         self.gap(hub, &mut state, wire, read);
         for event in &read.events {
@@ -257,7 +268,7 @@ impl Joining {
             self.from = From::After(self.replayed);
             drop(state);
             session.wake();
-            return Joined::More;
+            return Step::More;
         }
         let position = state.position_with(node);
         let sub = state.subs[index].as_mut().expect("found above");
@@ -269,7 +280,7 @@ impl Joining {
             if self.since != Since::Now {
                 self.from = From::After(read.position);
             }
-            return Joined::Again;
+            return Step::Again;
         }
         sub.floor = read.position;
         // What was held back and lies at or below the session's position is a part of the replay
@@ -285,7 +296,8 @@ impl Joining {
             Since::Now | Since::Start => Resume::New,
             _ => Resume::Ok,
         });
-        Joined::Live(finish(state, session, late, Subscribed { resume, position }))
+        finish(state, session, late, resume, position);
+        Step::Done
     }
 
     fn gap(&mut self, hub: &Hub, state: &mut State, wire: Wire, read: &Read) {
@@ -319,15 +331,16 @@ impl Joining {
 }
 
 fn finish(
-    mut state: std::sync::MutexGuard<'_, State>,
+    mut state: MutexGuard<'_, State>,
     session: &Session,
     late: Vec<Arc<Encoded>>,
-    answer: Subscribed,
-) -> Subscribed {
+    resume: Resume,
+    position: EventId,
+) {
     let wire = session.info.wire;
-    let reference = state.asks.as_ref().and_then(|asks| asks.current.clone());
-    if let Some(current) = reference {
-        let ok = message::ok(current.reference.as_deref(), Some(&current.channel), Some(answer.resume), Some(answer.position));
+    let current = state.asks.as_ref().and_then(|asks| asks.current.clone());
+    if let Some(ask) = current {
+        let ok = message::ok(ask.reference.as_deref(), Some(&ask.channel), Some(resume), Some(position));
         state.push_own(ok.on(wire), wire);
     }
     for event in late {
@@ -335,7 +348,6 @@ fn finish(
     }
     drop(state);
     session.wake();
-    answer
 }
 
 /// Waits until the link is up and repaired and every channel is confirmed on it.
@@ -359,7 +371,8 @@ async fn read(hub: &Hub, channels: Vec<(Channel, From)>) -> Option<Read> {
         check: None,
         cap: hub.config.replay_max,
         page_events: PAGE_EVENTS,
-        page_bytes: PAGE_BYTES,
+        // A page of a later subscribe waits beside live events.
+        page_bytes: PAGE_BYTES.min(hub.config.session.outbox_bytes / 4),
     };
     match hub.backplane.read(ask).await {
         Ok(read) => Some(read),

@@ -5,7 +5,7 @@
 //! repaired is not dispatched again (*dedup*); a message of another incarnation makes the link anew
 //! (*agree*); after a reset under open sessions `ready` is said again (*ready2*).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -349,9 +349,10 @@ async fn read_repair(hub: Arc<Hub>, since: EventId, up: EventId) -> Repair {
             }
         }
     }
-    reading.events.sort_by_key(|event| event.id);
+    let mut events = Vec::from(reading.events);
+    events.sort_by_key(|event| event.id);
     let position = reading.position.expect("at least one read was taken");
-    Repair::Read { position, broken: None, channels: reading.channels, events: reading.events }
+    Repair::Read { position, broken: None, channels: reading.channels, events }
 }
 
 async fn read_once(hub: &Hub, channels: Vec<(Channel, From)>, check: EventId, give_up_at: Instant) -> Option<Read> {
@@ -373,7 +374,8 @@ struct Reading {
     /// P of the first read: entries above it come over the link.
     position: Option<EventId>,
     channels: HashMap<Channel, (Facts, Read)>,
-    events: Vec<Event>,
+    /// Of each channel in the order of its ids.
+    events: VecDeque<Event>,
     bytes: usize,
 }
 
@@ -385,6 +387,16 @@ enum Taken {
 }
 
 impl Reading {
+    /// A channel has a hole here. Its gap will be told before all events, so nothing of it that
+    /// lies before the hole may come after the gap.
+    fn cut(&mut self, channel: &Channel) {
+        self.events.retain(|event| event.channel != *channel);
+        self.bytes = self.events.iter().map(|event| event.data.len()).sum();
+        if let Some((facts, _)) = self.channels.get_mut(channel) {
+            facts.cut = true;
+        }
+    }
+
     fn take(&mut self, group: &[Channel], from: From, mut read: Read) -> Taken {
         let position = *self.position.get_or_insert(read.position);
         if read.position.incarnation() != position.incarnation() {
@@ -395,26 +407,27 @@ impl Reading {
         }
         let events = std::mem::take(&mut read.events);
         let last = events.last().and_then(|event| event.id);
-        for event in events {
-            if event.id.is_some_and(|id| id > position) {
-                continue;
-            }
-            self.bytes += event.data.len();
-            if self.bytes > REPAIR_BYTES {
-                self.channels.entry(event.channel).and_modify(|(facts, _)| facts.cut = true);
-                continue;
-            }
-            self.events.push(event);
-        }
         for (channel, facts) in group.iter().zip(&read.facts) {
             let hole_in_page = match from {
                 From::After(at) => read.hole(facts, at).is_some(),
                 _ => false,
             };
-            self.channels
-                .entry(channel.clone())
-                .and_modify(|(first, _)| first.cut |= facts.cut || hole_in_page)
-                .or_insert_with(|| (*facts, Read { events: Vec::new(), facts: Vec::new(), ..read.clone() }));
+            if !self.channels.contains_key(channel) {
+                let now = Read { events: Vec::new(), facts: Vec::new(), ..read.clone() };
+                self.channels.insert(channel.clone(), (*facts, now));
+            } else if facts.cut || hole_in_page {
+                self.cut(channel);
+            }
+        }
+        for event in events.into_iter().filter(|event| event.id.is_none_or(|id| id <= position)) {
+            self.bytes += event.data.len();
+            self.events.push_back(event);
+        }
+        while self.bytes > REPAIR_BYTES {
+            // Of every channel the oldest goes first, so its hole lies before what is kept.
+            let Some(oldest) = self.events.pop_front() else { break };
+            self.bytes -= oldest.data.len();
+            self.channels.entry(oldest.channel).and_modify(|(facts, _)| facts.cut = true);
         }
         match last {
             Some(last) if read.more && last < position => Taken::More(last),

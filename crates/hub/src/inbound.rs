@@ -270,14 +270,12 @@ async fn join(hub: &Arc<Hub>, session: &Arc<Session>, ask: &ChannelAsk, since: S
     }
     hub.join_channel(session, &ask.channel, Some(Box::new(Held::new())));
     let ended = session.until(|state| state.is_over());
-    let joined = async {
-        tokio::select! {
-            biased;
-            () = ended => {}
-            _ = attach::subscribe(hub, session, &ask.channel, since) => {}
-        }
+    let joined = tokio::select! {
+        biased;
+        () = ended => return,
+        joined = attach::subscribe(hub, session, &ask.channel, since, ask.deadline) => joined,
     };
-    if timeout_at(ask.deadline, joined).await.is_err() {
+    if joined.is_err() {
         hub.leave_channel(session, &ask.channel);
         say_error(session, reference, ErrorCode::Unavailable, "the backplane did not answer in time", None);
     }

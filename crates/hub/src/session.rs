@@ -135,6 +135,10 @@ impl Held {
         self.events.push(event.clone());
     }
 
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     pub fn clear(&mut self) {
         *self = Self::new();
     }
