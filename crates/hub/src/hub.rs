@@ -171,7 +171,8 @@ impl Hub {
         let link = self.backplane.link();
         self.tasks.spawn(dispatch::run(self.clone(), link));
         self.tasks.spawn(turn_wheel(self.clone()));
-        self.tasks.spawn(sweep::run(self.clone()));
+        // It waits for changes and for the list; shutting down waits for neither.
+        self.tasks.spawn(self.stop.clone().run_until_cancelled_owned(sweep::run(self.clone())));
         for task in self.plugins.tasks(&self.handle(), &self.stop) {
             self.tasks.spawn(task);
         }
