@@ -199,8 +199,10 @@ async fn connection<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
                 }
                 bare => {
                     let hand_over = hand_over.lock().expect("a few lines").take();
-                    // The receiver takes the socket and drops this future with the rest of hyper.
-                    let _ = hand_over.map(|hand_over| hand_over.send(bare));
+                    if let Some(hand_over) = hand_over {
+                        // The receiver takes the socket and drops this future with the rest of hyper.
+                        let _ = hand_over.send(bare);
+                    }
                     std::future::pending().await
                 }
             }
