@@ -39,7 +39,7 @@ const MAX_HOLD: usize = 65_536;
 const REPAIR_PATIENCE: Duration = Duration::from_secs(15);
 
 pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
-    let mut dispatcher = Dispatcher { hub: hub.clone(), scratch: Vec::new(), hold: Vec::new(), redo: false, repair: None };
+    let mut dispatcher = Dispatcher::new(hub.clone());
     let mut sweep = interval(Duration::from_secs(1));
     sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -71,6 +71,8 @@ struct Dispatcher {
     hold: Vec<Event>,
     redo: bool,
     repair: Option<BoxFuture<'static, Repair>>,
+    /// Bytes offered to each listener since others last had a turn.
+    breath: usize,
 }
 
 /// What was read to mend the time without a link.
@@ -84,6 +86,10 @@ enum Repair {
 }
 
 impl Dispatcher {
+    fn new(hub: Arc<Hub>) -> Self {
+        Self { hub, scratch: Vec::new(), hold: Vec::new(), redo: false, repair: None, breath: 0 }
+    }
+
     async fn on(&mut self, said: FromLink) {
         match said {
             FromLink::Event(event) => self.event(event).await,
@@ -123,6 +129,13 @@ impl Dispatcher {
         let channel = event.channel.clone();
         let event = Encoded::new(event);
         let cap = self.hub.config.session.outbox_bytes;
+        self.breath += event.event.data.len() + 128;
+        if self.breath > cap / 8 {
+            // Who is to write what was offered may wait for this very thread: without a turn of
+            // theirs a burst fills every outbox, however fast its client reads.
+            self.breath = 0;
+            tokio::task::yield_now().await;
+        }
         let mut from = Some(0);
         while let Some(slot) = from {
             from = self.hub.channels.listeners(&channel, slot, CHUNK, &mut self.scratch);

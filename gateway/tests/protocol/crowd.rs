@@ -229,3 +229,25 @@ impl Listener {
         n.expect("a number")
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_burst_larger_than_an_outbox_ends_nobody_who_reads() {
+    const N: usize = 250;
+    // One thread: whoever offers the burst must let those write who are to deliver it.
+    let gateway =
+        GatewayProcess::start(options().env("GATEWAY_WORKERS", "1").env("GATEWAY_OUTBOX_BYTES", "256KiB")).await;
+    let mut readers = JoinSet::new();
+    for _ in 0..5 {
+        let mut client = ws(&gateway).await;
+        readers.spawn(async move {
+            for i in 0..N {
+                let heard = client.json().await;
+                assert_eq!(heard["data"]["n"], i, "{heard}");
+            }
+        });
+    }
+    publish_lines(&gateway, &numbered(0, N, 8 * 1024)).await;
+    while let Some(done) = readers.join_next().await {
+        done.expect("a reader that missed nothing");
+    }
+}
