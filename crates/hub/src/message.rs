@@ -240,12 +240,12 @@ pub fn gap(channel: &Channel, reason: GapReason, id: Option<EventId>) -> Message
     }
 }
 
-/// A `gap` a channel, all with the same id. Only the last moves an event stream's cursor: a client
-/// that is cut between two of them must be told of the others again.
+/// A `gap` a channel. Only the last carries the id and so moves the client's cursor: one that is
+/// cut between two of them must be told of the others again.
 pub fn gaps(gaps: &[(Channel, GapReason)], id: EventId) -> impl Iterator<Item = Message> + '_ {
     gaps.iter().enumerate().map(move |(i, (channel, reason))| {
-        let m = gap(channel, *reason, Some(id));
-        if i + 1 == gaps.len() { m } else { Message { id: None, ..m } }
+        let is_last = i + 1 == gaps.len();
+        gap(channel, *reason, is_last.then_some(id))
     })
 }
 
