@@ -16,7 +16,6 @@ use testkit::numbered::{Follower, Ledger, Publisher, Route, Transport};
 use testkit::proxy::{Direction, Flow, Proxy};
 use testkit::redis::{Persistence, RedisOptions, RedisServer};
 use testkit::ws::WsClient;
-use tokio::sync::watch;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -45,38 +44,20 @@ fn dice() -> Dice {
     Dice::seeded(seed)
 }
 
-/// Connected sessions, each of which is read all the time.
-struct Crowd {
-    end: watch::Sender<Option<Arc<Ledger>>>,
-    tasks: JoinSet<Follower>,
-}
+/// Connected sessions, each of which is read all the time, until its channels' last events.
+struct Crowd(JoinSet<Follower>);
 
 impl Crowd {
     fn listening(followers: Vec<Follower>) -> Self {
-        let end = watch::Sender::new(None);
-        let mut tasks = JoinSet::new();
-        for follower in followers {
-            tasks.spawn(listen(follower, end.subscribe()));
-        }
-        Self { end, tasks }
+        let listen = async |mut follower: Follower| {
+            follower.until_the_last().await;
+            follower
+        };
+        Self(followers.into_iter().map(listen).collect())
     }
 
-    /// Reads until everybody has come to the end of the ledger.
-    async fn at_the_end_of(self, ledger: &Arc<Ledger>) -> Vec<Follower> {
-        self.end.send_replace(Some(ledger.clone()));
-        self.tasks.join_all().await
-    }
-}
-
-async fn listen(mut follower: Follower, mut end: watch::Receiver<Option<Arc<Ledger>>>) -> Follower {
-    loop {
-        if end.borrow_and_update().as_ref().is_some_and(|ledger| follower.is_at_the_end_of(ledger)) {
-            return follower;
-        }
-        tokio::select! {
-            message = follower.next() => assert!(message.is_some(), "{} ended: {:?}", follower.name, follower.byes),
-            changed = end.changed() => changed.expect("the crowd waits for us"),
-        }
+    async fn at_the_end(self) -> Vec<Follower> {
+        self.0.join_all().await
     }
 }
 
@@ -118,7 +99,7 @@ impl Town {
 
     async fn end(self, crowd: Crowd) -> (Arc<Ledger>, Vec<Follower>, Vec<GatewayProcess>) {
         let ledger = self.publisher.stop().await;
-        let followers = crowd.at_the_end_of(&ledger).await;
+        let followers = crowd.at_the_end().await;
         (ledger, followers, self.gateways)
     }
 }
@@ -395,7 +376,7 @@ async fn assert_made_up_for(
     cut(wire).await;
     publisher.more(50).await;
     let ledger = publisher.stop().await;
-    assert_nobody_noticed(&ledger, &crowd.at_the_end_of(&ledger).await);
+    assert_nobody_noticed(&ledger, &crowd.at_the_end().await);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

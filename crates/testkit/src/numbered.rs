@@ -2,7 +2,7 @@
 //! ask "is it complete, in order, without a double?". Decides nothing about when a client connects
 //! or is cut; that is the test's.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -80,12 +80,6 @@ impl Ledger {
         books.values().filter_map(|events| events.last_key_value()).map(|(id, _)| *id).max().unwrap_or_default()
     }
 
-    /// The highest id of a channel so far.
-    pub fn last_of(&self, channel: &str) -> Id {
-        let books = self.by_channel.lock().expect("nothing panics while it is held");
-        books.get(channel).and_then(|events| events.last_key_value()).map(|(id, _)| *id).unwrap_or_default()
-    }
-
     /// Acknowledged events.
     pub fn n_events(&self) -> usize {
         self.by_channel.lock().expect("nothing panics while it is held").values().map(BTreeMap::len).sum()
@@ -106,7 +100,8 @@ pub enum Route {
     },
 }
 
-/// Publishes `{"n":<number>}`, numbered per channel, until it is stopped. Each event carries an
+/// Publishes `{"n":<number>}`, numbered per channel, until it is stopped; the last one of each channel
+/// says so (`"last":true`), so that a client knows when it has everything. Each event carries an
 /// idempotency key and is repeated, by whichever route comes next, until it is acknowledged; so a
 /// log that keeps what it acknowledged holds each number once.
 pub struct Publisher {
@@ -160,7 +155,7 @@ impl Publisher {
         }
     }
 
-    /// Ends after the batch that is under way; gives the whole truth.
+    /// Ends after the batch that is under way and the last events; gives the whole truth.
     pub async fn stop(mut self) -> Arc<Ledger> {
         self.stop.cancel();
         let task = self.task.take().expect("stopped once");
@@ -188,6 +183,13 @@ struct Press {
 struct Item {
     channel: String,
     number: u64,
+    place: Place,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Amid,
+    Last,
 }
 
 impl Item {
@@ -196,7 +198,10 @@ impl Item {
     }
 
     fn data(&self) -> Value {
-        json!({ "n": self.number })
+        match self.place {
+            Place::Amid => json!({ "n": self.number }),
+            Place::Last => json!({ "n": self.number, "last": true }),
+        }
     }
 }
 
@@ -205,13 +210,19 @@ impl Press {
         let mut turns = interval(BATCH_EVERY);
         turns.set_missed_tick_behavior(MissedTickBehavior::Delay);
         while stop.run_until_cancelled(turns.tick()).await.is_some() {
-            let n = self.channels.len() as u64;
-            let numbers = self.next..self.next + self.a_batch as u64;
-            self.next = numbers.end;
-            let batch =
-                numbers.map(|k| Item { channel: self.channels[(k % n) as usize].clone(), number: k / n }).collect();
+            let batch = self.items(self.a_batch, Place::Amid);
             self.batch(batch).await;
         }
+        let last = self.items(self.channels.len(), Place::Last);
+        self.batch(last).await;
+    }
+
+    fn items(&mut self, n_items: usize, place: Place) -> Vec<Item> {
+        let n = self.channels.len() as u64;
+        let numbers = self.next..self.next + n_items as u64;
+        self.next = numbers.end;
+        let item = |k| Item { channel: self.channels[(k % n) as usize].clone(), number: k / n, place };
+        numbers.map(item).collect()
     }
 
     /// One batch, repeated until all of it is in the log.
@@ -363,6 +374,8 @@ pub struct Follower {
     life: Option<u64>,
     reached: Id,
     seen: HashMap<String, Vec<(Id, u64)>>,
+    /// Channels whose last event it saw.
+    ended: HashSet<String>,
 }
 
 impl Follower {
@@ -383,6 +396,7 @@ impl Follower {
             life: None,
             reached: Id::default(),
             seen: HashMap::new(),
+            ended: HashSet::new(),
         }
     }
 
@@ -436,7 +450,7 @@ impl Follower {
     /// Where ids do not rise, or as the raw clients do.
     ///
     /// # Cancel safety
-    /// Safe up to the answer to a ping.
+    /// Not safe: half a message may be lost. `cut` it afterwards.
     pub async fn next(&mut self) -> Option<Value> {
         loop {
             let (message, id) = match self.stream.as_mut()? {
@@ -479,6 +493,9 @@ impl Follower {
                 assert!(message["replay"].is_null(), "{}: nothing was asked for late: {message}", self.name);
                 assert!(id > self.reached, "{}: {id:?} came at {:?}: {message}", self.name, self.reached);
                 assert!(self.start.is_some() || self.is_resuming, "{}: an event before its first ready", self.name);
+                if message["data"]["last"] == true {
+                    self.ended.insert(channel.to_owned());
+                }
                 self.seen.entry(channel.to_owned()).or_default().push((id, number));
             }
             "ready" => {
@@ -498,19 +515,6 @@ impl Follower {
         }
         self.reached = place;
         self.cursor = Some(id);
-    }
-
-    /// Takes whatever comes for so long.
-    ///
-    /// # Panics
-    /// Where the connection ends, or as `next`.
-    pub async fn listen_for(&mut self, time: Duration) {
-        let listening = async {
-            loop {
-                assert!(self.next().await.is_some(), "the connection of {} ended", self.name);
-            }
-        };
-        let _: Result<(), _> = tokio::time::timeout(time, listening).await;
     }
 
     /// Takes whatever comes up to the first message that `is_it`.
@@ -537,9 +541,14 @@ impl Follower {
         }
     }
 
-    /// Is its cursor at or beyond the last event of its channels that the ledger knows?
-    pub fn is_at_the_end_of(&self, ledger: &Ledger) -> bool {
-        self.channels.iter().all(|channel| ledger.last_of(channel) <= self.reached)
+    /// Takes whatever comes until it saw the last event of each of its channels.
+    ///
+    /// # Panics
+    /// Where the connection ends, or as `next`.
+    pub async fn until_the_last(&mut self) {
+        while self.ended.len() < self.channels.len() {
+            self.until(|_| true).await;
+        }
     }
 
     /// The place of its cursor.
@@ -615,8 +624,6 @@ mod tests {
     fn what_lies_between_ready_and_cursor_is_complete() {
         after_one(&[2, 3, 4]).assert_complete(&ledger());
         after_one(&[2, 3]).assert_complete(&ledger());
-        assert!(after_one(&[2, 3, 4]).is_at_the_end_of(&ledger()));
-        assert!(!after_one(&[2, 3]).is_at_the_end_of(&ledger()));
     }
 
     #[test]
