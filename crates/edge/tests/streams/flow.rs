@@ -196,9 +196,6 @@ async fn a_quiet_client_is_pinged_and_a_silent_one_cut_by_interval_and_timeout()
     let (mut quiet, mut silent) = (node.ws("quiet").await, node.ws("silent").await);
     silent.answer_pings(Answer::Never);
     let mut stream = node.sse(&user("stream")).await;
-    assert_eq!(silent.next().await, Heard::Ping(Vec::new()));
-    let pinged = opened.elapsed();
-    assert!(pinged >= Duration::from_millis(12_500) && pinged <= Duration::from_millis(25_100), "{pinged:?}");
     let mut beats = Vec::new();
     let beating = async {
         while opened.elapsed() < secs(590) {
@@ -214,11 +211,13 @@ async fn a_quiet_client_is_pinged_and_a_silent_one_cut_by_interval_and_timeout()
         }
     };
     let cut = async {
+        assert_eq!(silent.next().await, Heard::Ping(Vec::new()));
+        let pinged = opened.elapsed();
         assert_eq!(silent.next().await, Heard::Cut);
-        opened.elapsed()
+        (pinged, opened.elapsed() - pinged)
     };
-    let (cut, (), ()) = tokio::join!(cut, beating, commenting);
-    let after_ping = cut - pinged;
+    let ((pinged, after_ping), (), ()) = tokio::join!(cut, beating, commenting);
+    assert!(pinged >= Duration::from_millis(12_500) && pinged <= Duration::from_millis(25_100), "{pinged:?}");
     assert!(after_ping >= secs(10) && after_ping <= Duration::from_millis(10_250), "{after_ping:?}");
     for beats in [beats, comments] {
         let longest = beats.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
