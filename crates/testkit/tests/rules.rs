@@ -61,6 +61,13 @@ fn take_some(world: &mut World, client: usize, n_messages: usize) {
     world.clients[client].receive(&world.truth, usize::MAX, n_messages).unwrap();
 }
 
+/// Lets all tasks run without that time passes.
+async fn turns() {
+    for _ in 0..200 {
+        tokio::task::yield_now().await;
+    }
+}
+
 async fn pass(time: Duration) {
     tokio::time::advance(time).await;
 }
@@ -512,6 +519,28 @@ async fn after_a_reset_an_open_session_gets_its_gaps_and_ready_again_and_its_cur
         assert_eq!(heard(&world, client, from + 6), ["hello", "5", "ready"], "and it is as good as any");
         world.conclude().await.unwrap();
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_reset_events_are_delivered_although_their_ids_are_lower_than_those_before() {
+    let mut world = small_world().await;
+    let client = world.add_client(Wire::Ws, &["a"]);
+    world.bring(client, 0).await;
+    // The clock stands still as long as there is anything to do.
+    for _ in 0..10 {
+        world.publish("a").await;
+    }
+    turns().await;
+    world.flush().await;
+    world.publish("a").await;
+    turns().await;
+    world.publish("a").await;
+    turns().await;
+    take_some(&mut world, client, usize::MAX);
+    let ids: Vec<EventId> = world.clients[client].heard_of("event").map(id_of).collect();
+    assert!(ids[10] < ids[9] && ids[10].ms == ids[9].ms);
+    assert_eq!(heard(&world, client, 12), ["gap a reset", "ready", "12"]);
+    assert_eq!(world.clients[client].cursor(), Some(&*ids[10].to_string()));
 }
 
 // agree
