@@ -209,7 +209,7 @@ impl Client {
         let Some(connection) = &mut self.connection else { return Ok(false) };
         let mut happened = connection.pull(max_bytes);
         for _ in 0..max_messages {
-            let Some(arrival) = self.connection.as_mut().and_then(Connection::next) else { break };
+            let Some(arrival) = self.connection.as_mut().and_then(Connection::arrival) else { break };
             happened = true;
             self.hear(truth, arrival)?;
         }

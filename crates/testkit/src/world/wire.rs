@@ -144,7 +144,7 @@ impl Connection {
     }
 
     /// The next whole message of what was pulled.
-    pub fn next(&mut self) -> Option<Arrival> {
+    pub fn arrival(&mut self) -> Option<Arrival> {
         if self.stage == Stage::Head {
             self.head();
         }
