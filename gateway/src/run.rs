@@ -19,7 +19,7 @@ use hub::auth::{KeyError, Verifier};
 use hub::backplane::Backplane;
 use hub::clock::{Clock, Dice};
 use hub::departure;
-use hub::hub::{Hub, Parts};
+use hub::hub::{Hub, Parts, Phase};
 use hub::limit::{AcceptBucket, AddressBuckets, Capacity};
 use hub::memory::{MemoryConfig, MemoryLog};
 use hub::plugin::Plugins;
@@ -162,8 +162,9 @@ async fn live(hub: &Arc<Hub>, redis: Option<&RedisBackplane>, stops: &mut mpsc::
     if let Some(redis) = redis {
         tokio::select! {
             ready = redis.wait_ready() => ready?,
-            // Nobody is connected, so there is nothing to drain.
+            // Nobody is connected, so there is nothing to drain, whoever asks for it.
             Some(_) = stops.recv() => return Ok(()),
+            _ = draining(hub) => return Ok(()),
         }
     }
     hub.serve();
@@ -185,6 +186,10 @@ async fn live(hub: &Arc<Hub>, redis: Option<&RedisBackplane>, stops: &mut mpsc::
             }
         }
     }
+}
+
+async fn draining(hub: &Hub) {
+    let _ = hub.phases().wait_for(|phase| *phase >= Phase::Draining).await;
 }
 
 struct Doors {

@@ -1,6 +1,7 @@
 //! Leaving: the one mechanism by which the node ends sessions of its own accord, and the drain.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout_at};
@@ -69,7 +70,7 @@ impl DrainConfig {
 pub struct Drained {
     /// Sessions that were there when the closes began.
     pub n_sessions: usize,
-    /// Those of them that had to be cut at the deadline.
+    /// Those of them that had to be cut: no answer within the close timeout, or at the deadline.
     pub n_cut: usize,
 }
 
@@ -89,16 +90,15 @@ pub async fn drain(hub: &Arc<Hub>) -> Drained {
     let over = config.window_for(n_sessions, hub.config.session.close_timeout);
     tracing::info!(n_sessions, window_s = over.as_secs_f64(), "closing sessions");
     hub.depart(Departure { who: Who::All, reason: CloseReason::Drain, over });
-    let n_cut = match timeout_at(deadline, hub.emptied()).await {
-        Ok(()) => 0,
-        Err(_) => {
-            let n_cut = hub.cut_all();
-            tracing::warn!(n_cut, "cut at the drain's deadline (GATEWAY_DRAIN_DEADLINE)");
-            hub.metrics.drain_forced(n_cut as u64);
-            hub.emptied().await;
-            n_cut
-        }
-    };
+    if timeout_at(deadline, hub.emptied()).await.is_err() {
+        let n_left = hub.cut_all();
+        tracing::warn!(n_left, "cut at the drain's deadline (GATEWAY_DRAIN_DEADLINE)");
+        hub.emptied().await;
+    }
+    let n_cut = hub.n_forced.load(Ordering::SeqCst);
+    if n_cut > 0 {
+        tracing::warn!(n_cut, "sessions that did not answer their close had to be cut");
+    }
     Drained { n_sessions, n_cut }
 }
 

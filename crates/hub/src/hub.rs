@@ -29,7 +29,7 @@ use crate::message::{self, Hello, Unsubscribed};
 use crate::plugin::{Admission, Plugins};
 use crate::refusal::{Refusal, RefusalCode};
 use crate::revocation::Revocations;
-use crate::session::{Deadlines, Held, Session, SessionConfig, SessionInfo, Sub};
+use crate::session::{Buried, Deadlines, Held, Session, SessionConfig, SessionInfo, Sub};
 use crate::sweep;
 use crate::telemetry::{Metrics, ResumeLabel};
 use crate::wheel::{TICK, Wheel};
@@ -126,6 +126,8 @@ pub struct Hub {
     pub(crate) stop: CancellationToken,
     sessions: [Mutex<HashMap<Arc<str>, Arc<Session>>>; N_SHARDS],
     n_sessions: AtomicUsize,
+    /// Sessions that a drain had to cut.
+    pub(crate) n_forced: AtomicUsize,
     emptied: Notify,
     wheel: Wheel,
     phase: watch::Sender<Phase>,
@@ -149,6 +151,7 @@ impl Hub {
             stop: CancellationToken::new(),
             sessions: Default::default(),
             n_sessions: AtomicUsize::new(0),
+            n_forced: AtomicUsize::new(0),
             emptied: Notify::new(),
             wheel: Wheel::new(),
             phase: watch::Sender::new(Phase::Starting),
@@ -333,13 +336,17 @@ impl Hub {
 
     /// The session is over, whatever ended it; counts exactly one reason. Idempotent.
     pub(crate) fn bury(&self, session: &Arc<Session>, fallback: CloseReason) {
-        let Some((reason, subs)) = session.lock().bury(fallback) else { return };
+        let Some(Buried { reason, was_cut, subs }) = session.lock().bury(fallback) else { return };
         for (channel, slot) in subs {
             self.channels.unlisten(&channel, slot);
         }
         let shard = &self.sessions[shard_of(&session.info.id)];
         shard.lock().expect("no panic while a shard is held").remove(&session.info.id);
         self.metrics.session_closed(session.info.wire, reason);
+        if reason == CloseReason::Drain && was_cut {
+            self.metrics.drain_forced(1);
+            self.n_forced.fetch_add(1, Ordering::SeqCst);
+        }
         if session.lock().resumed.is_none() {
             self.metrics.session_ready(session.info.wire, ResumeLabel::None);
         }
@@ -433,10 +440,15 @@ impl Hub {
         }
     }
 
-    pub(crate) fn replace_identity(self: &Arc<Self>, session: &Arc<Session>, identity: &Arc<Identity>) {
+    /// The session's `turn`-th token was found good; a later one that was faster stays in force.
+    pub(crate) fn replace_identity(self: &Arc<Self>, session: &Arc<Session>, identity: &Arc<Identity>, turn: u32) {
         let deadlines = self.deadlines(identity);
         {
             let mut state = session.lock();
+            if turn < state.auth_in_force {
+                return;
+            }
+            state.auth_in_force = turn;
             state.identity = identity.clone();
             state.set_token_end(deadlines.token_at, deadlines.expiring_at);
         }

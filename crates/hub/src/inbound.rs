@@ -295,6 +295,11 @@ fn auth(hub: &Arc<Hub>, session: &Arc<Session>, reference: Option<&RawValue>, to
     if identity.user != session.info.identity.user {
         return say_error(session, reference, ErrorCode::TokenInvalid, "the token is of another sub", None);
     }
+    let turn = {
+        let mut state = session.lock();
+        state.n_auths += 1;
+        state.n_auths
+    };
     let (hub, session) = (hub.clone(), session.clone());
     let reference = reference.map(ToOwned::to_owned);
     hub.tasks.clone().spawn(async move {
@@ -305,7 +310,7 @@ fn auth(hub: &Arc<Hub>, session: &Arc<Session>, reference: Option<&RawValue>, to
                 say_error(&session, reference, ErrorCode::Unavailable, "the revocation list cannot be read now", None);
             }
             CheckOutcome::Good => {
-                hub.replace_identity(&session, &identity);
+                hub.replace_identity(&session, &identity, turn);
                 let position = hub.session_position(&session);
                 session.say(&message::ok(reference, None, None, position));
             }

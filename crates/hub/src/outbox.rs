@@ -40,6 +40,8 @@ impl Item {
 #[derive(Debug, Default)]
 struct Queue {
     first: Option<Item>,
+    // 8 bytes instead of 32 in every idle session, twice.
+    #[expect(clippy::box_collection, reason = "an idle session holds the pointer only")]
     rest: Option<Box<VecDeque<Item>>>,
 }
 
