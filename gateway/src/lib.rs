@@ -37,10 +37,10 @@ pub mod plugin {
     pub use hub::refusal::{Refusal, RefusalCode};
     pub use hub::session::SessionInfo;
 
+    /// What messages are made of.
+    pub use bytes::Bytes;
     /// What `Plugin::admit` and `Plugin::run` return.
     pub use futures_util::future::BoxFuture;
     /// Tells a plugin's own task to end.
     pub use tokio_util::sync::CancellationToken as Stop;
-    /// What messages are made of.
-    pub use bytes::Bytes;
 }

@@ -157,7 +157,11 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
 }
 
 /// Waits for the backplane, serves, drains.
-async fn live(hub: &Arc<Hub>, redis: Option<&RedisBackplane>, stops: &mut mpsc::Receiver<Stop>) -> Result<(), RunError> {
+async fn live(
+    hub: &Arc<Hub>,
+    redis: Option<&RedisBackplane>,
+    stops: &mut mpsc::Receiver<Stop>,
+) -> Result<(), RunError> {
     hub.start();
     if let Some(redis) = redis {
         tokio::select! {

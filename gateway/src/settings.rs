@@ -88,7 +88,13 @@ fn max_descriptors() -> Option<usize> {
 pub fn announce(config: &Config, at: &Addresses, seed: u64) -> io::Result<()> {
     let line = format!("listening public={} admin={} probes={}\n", at.public, at.admin, at.probes);
     io::stderr().write_all(line.as_bytes())?;
-    tracing::info!(node = config.node.name, seed, version = crate::run::VERSION, leeway_s = config.auth.leeway.as_secs(), "starting");
+    tracing::info!(
+        node = config.node.name,
+        seed,
+        version = crate::run::VERSION,
+        leeway_s = config.auth.leeway.as_secs(),
+        "starting"
+    );
     if let Some(path) = &config.listen.addr_file {
         let json = serde_json::json!({
             "public": at.public.to_string(),
@@ -109,14 +115,15 @@ pub fn announce(config: &Config, at: &Addresses, seed: u64) -> io::Result<()> {
 /// `RunError::Config` where a key file cannot be read or there is no key.
 pub fn auth(config: &Config) -> Result<AuthConfig, RunError> {
     let auth = &config.auth;
-    let keys = match auth.key() {
-        Some(Key::Secret(secret)) => KeySource::Secret(Secret::new(secret.expose().clone())),
-        Some(Key::Public(key)) => KeySource::PublicKeyPem(key.pem.clone().into_bytes()),
-        Some(Key::JwksFile(path)) => KeySource::Jwks(fs::read_to_string(path).map_err(|e| {
-            RunError::Config(format!("GATEWAY_JWT_JWKS_FILE: {} cannot be read: {e}", path.display()))
-        })?),
-        Some(Key::JwksUrl(_)) | None => return Err(RunError::Config("no JWT key is set".to_owned())),
-    };
+    let keys =
+        match auth.key() {
+            Some(Key::Secret(secret)) => KeySource::Secret(Secret::new(secret.expose().clone())),
+            Some(Key::Public(key)) => KeySource::PublicKeyPem(key.pem.clone().into_bytes()),
+            Some(Key::JwksFile(path)) => KeySource::Jwks(fs::read_to_string(path).map_err(|e| {
+                RunError::Config(format!("GATEWAY_JWT_JWKS_FILE: {} cannot be read: {e}", path.display()))
+            })?),
+            Some(Key::JwksUrl(_)) | None => return Err(RunError::Config("no JWT key is set".to_owned())),
+        };
     let some = |list: &Vec<String>| (!list.is_empty()).then(|| list.clone());
     Ok(AuthConfig {
         keys,
@@ -194,7 +201,9 @@ pub fn gate(config: &Config) -> Result<GateConfig, RunError> {
         },
         origin: OriginPolicy::parse(origins).map_err(|e| RunError::Config(format!("GATEWAY_ALLOWED_ORIGINS: {e}")))?,
         proxies: TrustedProxies::new(
-            networks.collect::<Result<_, _>>().map_err(|e| RunError::Config(format!("GATEWAY_TRUSTED_PROXIES: {e}")))?,
+            networks
+                .collect::<Result<_, _>>()
+                .map_err(|e| RunError::Config(format!("GATEWAY_TRUSTED_PROXIES: {e}")))?,
         ),
         refuse: RefuseModes {
             sse: match config.admission.sse_refuse {

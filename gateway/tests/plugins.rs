@@ -304,7 +304,8 @@ async fn a_message_that_the_gateway_does_not_know_is_the_plugins() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_raw_session_is_bytes_and_nothing_else() {
     let gateway = Gateway::start().await;
-    let mut client = gateway.connect(&user("raw"), "/v1/ws").await.unwrap_or_else(|refused| panic!("{}", refused.text()));
+    let mut client =
+        gateway.connect(&user("raw"), "/v1/ws").await.unwrap_or_else(|refused| panic!("{}", refused.text()));
     let long = "x".repeat(60_000);
     for text in ["", "no JSON", r#"{"type":"ping"}"#, &long] {
         client.send_frame(&Frame::new(opcode::TEXT, text)).await.unwrap();

@@ -132,7 +132,8 @@ impl Gate {
             Ok(handshake) => handshake,
             Err(refusal) => return self.refuse(refusal, None, head, &cors),
         };
-        let span = tracing::debug_span!(target: TRACE, "handshake", transport = wire.word(), code = tracing::field::Empty);
+        let span =
+            tracing::debug_span!(target: TRACE, "handshake", transport = wire.word(), code = tracing::field::Empty);
         let admitted = self.admit(wire, head, &seen).instrument(span.clone()).await;
         match admitted {
             Ok(open) => {
@@ -158,7 +159,15 @@ impl Gate {
         let admission = self.ask_plugins(&identity, wire, head, seen, deadline).instrument(step!("plugins")).await?;
         self.metrics.auth_seconds(began.elapsed().as_secs_f64());
         let _open = step!("open").entered();
-        self.hub.open(Newcomer { identity, wire, address: seen.client, channels, since: request.since, admission, seat })
+        self.hub.open(Newcomer {
+            identity,
+            wire,
+            address: seen.client,
+            channels,
+            since: request.since,
+            admission,
+            seat,
+        })
     }
 
     /// Phase and capacity, the address's bucket, everybody's bucket. Waits for nothing.
@@ -172,11 +181,19 @@ impl Gate {
             return Err(Refusal::retry(RefusalCode::Overloaded, "this node is starting", self.bucket.promise(now)));
         }
         let seat = self.capacity.try_acquire().ok_or_else(|| {
-            Refusal::retry(RefusalCode::AtCapacity, "this node is full (GATEWAY_MAX_SESSIONS)", self.bucket.promise(now))
+            Refusal::retry(
+                RefusalCode::AtCapacity,
+                "this node is full (GATEWAY_MAX_SESSIONS)",
+                self.bucket.promise(now),
+            )
         })?;
         if self.counts_addresses(seen) {
             self.addresses.take(seen.client, now).map_err(|after| {
-                Refusal::retry(RefusalCode::TooManyRequests, "too many attempts from this address (GATEWAY_IP_RATE)", after)
+                Refusal::retry(
+                    RefusalCode::TooManyRequests,
+                    "too many attempts from this address (GATEWAY_IP_RATE)",
+                    after,
+                )
             })?;
         }
         self.bucket.take(now).map_err(|after| {
@@ -193,7 +210,9 @@ impl Gate {
 
     fn authenticate(&self, credential: &Credential, seen: &Seen) -> Result<Arc<Identity>, Refusal> {
         let verified = credential.token().and_then(|token| match token {
-            None => self.verifier.anonymous().ok_or_else(|| Refusal::new(RefusalCode::TokenMissing, "a token is needed")),
+            None => {
+                self.verifier.anonymous().ok_or_else(|| Refusal::new(RefusalCode::TokenMissing, "a token is needed"))
+            }
             Some(token) => self
                 .verifier
                 .verify(token.as_str(), self.clock.unix())
@@ -241,9 +260,10 @@ impl Gate {
             address: seen.client,
         };
         match timeout_at(deadline, self.plugins.admit(identity, &ask)).await {
-            Ok(Ok(Admission::Raw)) if wire == Wire::Sse => {
-                Err(Refusal::new(RefusalCode::Forbidden, "this session speaks a protocol of its own, on WebSocket only"))
-            }
+            Ok(Ok(Admission::Raw)) if wire == Wire::Sse => Err(Refusal::new(
+                RefusalCode::Forbidden,
+                "this session speaks a protocol of its own, on WebSocket only",
+            )),
             Ok(verdict) => verdict,
             Err(_) => Err(self.auth_unavailable("admission took too long (GATEWAY_AUTH_TIMEOUT)")),
         }
@@ -262,7 +282,9 @@ impl Gate {
     ) -> Answer {
         self.metrics.refused(refusal.code);
         tracing::debug!(code = refusal.code.word(), path = redacted_path(&head.uri), "refused");
-        let manner = stream.as_ref().map_or(Manner::Status, |(wire, _)| reject::manner(&refusal, *wire, head, self.config.refuse));
+        let manner = stream
+            .as_ref()
+            .map_or(Manner::Status, |(wire, _)| reject::manner(&refusal, *wire, head, self.config.refuse));
         match (manner, stream) {
             (Manner::SoftSse, _) => Answer::Say(reject::soft_sse(&refusal, cors, self.config.planned)),
             (Manner::SoftWs, Some((_, Some(ws)))) => {

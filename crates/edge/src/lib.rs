@@ -5,7 +5,6 @@
 //! stream, with `frame` for what a WebSocket's client sends). `reject` alone turns a refusal into
 //! HTTP. Beside the public listener: `admin` (the back ends' API) and `probes` (own thread, own port).
 
-
 pub mod accept;
 pub mod address;
 pub mod admin;

@@ -147,7 +147,8 @@ impl Opening {
             From::Here => cursor_gap,
             From::Start => None,
         };
-        let holes = self.channels.iter().zip(&read.facts).filter_map(|(channel, facts)| Some((channel.clone(), hole(facts)?)));
+        let holes =
+            self.channels.iter().zip(&read.facts).filter_map(|(channel, facts)| Some((channel.clone(), hole(facts)?)));
         let gaps: Vec<_> = holes.collect();
         if gaps.is_empty() {
             return;
@@ -202,7 +203,8 @@ pub(crate) async fn subscribe(
         Since::After(id) => (From::After(id), None),
         Since::Unknown => (From::Here, Some(GapReason::UnknownPosition)),
     };
-    let mut joining = Joining { channel: channel.clone(), since, from, cursor_gap, replayed: EventId::ZERO, resume: None };
+    let mut joining =
+        Joining { channel: channel.clone(), since, from, cursor_gap, replayed: EventId::ZERO, resume: None };
     loop {
         match timeout_at(deadline, joining.step(hub, session)).await.map_err(|_| Late)? {
             Step::Done => return Ok(()),

@@ -20,9 +20,7 @@ impl Clock {
     /// A step of the system clock (NTP) after the start is deliberately not followed.
     pub fn system() -> Self {
         #[allow(clippy::disallowed_methods)]
-        let unix = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self::at(unix)
     }
 

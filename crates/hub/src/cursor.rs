@@ -130,6 +130,9 @@ mod tests {
         assert_eq!(Since::parse(b""), Since::Now);
         assert_eq!(Since::parse(b"0"), Since::Start);
         assert_eq!(Since::parse(b"1-1"), Since::After(EventId { ms: 1, n: 1 }));
-        assert_eq!(Since::parse(b"18446744073709551615-9007199254740993"), Since::After(EventId { ms: u64::MAX, n: 9_007_199_254_740_993 }));
+        assert_eq!(
+            Since::parse(b"18446744073709551615-9007199254740993"),
+            Since::After(EventId { ms: u64::MAX, n: 9_007_199_254_740_993 })
+        );
     }
 }

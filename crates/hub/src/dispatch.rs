@@ -355,7 +355,12 @@ async fn read_repair(hub: Arc<Hub>, since: EventId, up: EventId) -> Repair {
             match reading.take(group, from, read) {
                 Taken::Void => return Repair::Void,
                 Taken::Broken(position, reason) => {
-                    return Repair::Read { position, broken: Some(reason), channels: HashMap::new(), events: Vec::new() };
+                    return Repair::Read {
+                        position,
+                        broken: Some(reason),
+                        channels: HashMap::new(),
+                        events: Vec::new(),
+                    };
                 }
                 Taken::More(last) => from = From::After(last),
                 Taken::Whole => break,
@@ -369,7 +374,8 @@ async fn read_repair(hub: Arc<Hub>, since: EventId, up: EventId) -> Repair {
 }
 
 async fn read_once(hub: &Hub, channels: Vec<(Channel, From)>, check: EventId, give_up_at: Instant) -> Option<Read> {
-    let ask = ReadAsk { channels, check: Some(check), cap: REPAIR_EVENTS, page_events: 2_000, page_bytes: 4 * 1024 * 1024 };
+    let ask =
+        ReadAsk { channels, check: Some(check), cap: REPAIR_EVENTS, page_events: 2_000, page_bytes: 4 * 1024 * 1024 };
     loop {
         match hub.backplane.read(ask.clone()).await {
             Ok(read) => return Some(read),

@@ -208,7 +208,10 @@ mod tests {
         let (length, rest) = chunk.split_once("\r\n").unwrap();
         let block = rest.strip_suffix("\r\n").unwrap();
         assert_eq!(usize::from_str_radix(length, 16).unwrap(), block.len());
-        assert_eq!(block, "id: 5-7\ndata: {\"type\":\"event\",\"channel\":\"news\",\"id\":\"5-7\",\"event\":\"order.paid\",\"data\":{  \"a\": 1}}\n\n");
+        assert_eq!(
+            block,
+            "id: 5-7\ndata: {\"type\":\"event\",\"channel\":\"news\",\"id\":\"5-7\",\"event\":\"order.paid\",\"data\":{  \"a\": 1}}\n\n"
+        );
     }
 
     #[test]

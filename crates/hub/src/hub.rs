@@ -267,7 +267,8 @@ impl Hub {
             }
         }
         if channels.len() > self.config.max_channels {
-            let detail = format!("a session hears at most {} channels (GATEWAY_MAX_CHANNELS)", self.config.max_channels);
+            let detail =
+                format!("a session hears at most {} channels (GATEWAY_MAX_CHANNELS)", self.config.max_channels);
             return Err(Refusal::new(RefusalCode::TooManyChannels, detail));
         }
         Ok(channels)

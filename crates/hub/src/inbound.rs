@@ -97,7 +97,8 @@ pub(crate) fn received(hub: &Arc<Hub>, session: &Arc<Session>, message: Inbound)
         return;
     };
     // Read before the rate is looked at: who is told "too many" must know of which.
-    let kind = parse::<Kind<'_>>(text).filter(|kind| kind.reference.is_none_or(|r| r.get().len() <= MAX_REFERENCE_BYTES));
+    let kind =
+        parse::<Kind<'_>>(text).filter(|kind| kind.reference.is_none_or(|r| r.get().len() <= MAX_REFERENCE_BYTES));
     if !has_room(hub, session, 1.0, now, kind.as_ref().and_then(|kind| kind.reference)) {
         return;
     }
@@ -112,7 +113,9 @@ fn known(hub: &Arc<Hub>, session: &Arc<Session>, message: &Inbound, text: &Bytes
     match &*kind.kind {
         "subscribe" | "unsubscribe" => match parse::<ChannelFields<'_>>(text) {
             Some(fields) => channel_ask(hub, session, reference, &kind.kind, &fields, now),
-            None => say_error(session, reference, ErrorCode::BadMessage, "channel must be a string, since a string", None),
+            None => {
+                say_error(session, reference, ErrorCode::BadMessage, "channel must be a string, since a string", None)
+            }
         },
         "auth" => match parse::<AuthFields<'_>>(text) {
             Some(fields) => auth(hub, session, reference, &fields.token),
@@ -120,7 +123,9 @@ fn known(hub: &Arc<Hub>, session: &Arc<Session>, message: &Inbound, text: &Bytes
         },
         "busy" => match parse::<BusyFields>(text).map(|f| Duration::from_millis(f.for_ms)) {
             Some(span) if span <= MAX_BUSY => session.lock().set_busy(now, span),
-            _ => say_error(session, reference, ErrorCode::BadMessage, "for_ms must be a whole number up to 60000", None),
+            _ => {
+                say_error(session, reference, ErrorCode::BadMessage, "for_ms must be a whole number up to 60000", None)
+            }
         },
         "ping" => session.say(&message::pong()),
         _ => offer_to_plugins(hub, session, message, reference),
@@ -209,7 +214,13 @@ fn enqueue(hub: &Arc<Hub>, session: &Arc<Session>, ask: ChannelAsk) {
     // Leaving is always possible; the queue is bounded by the same number all the same.
     if n_queued >= hub.config.max_channels {
         drop(state);
-        return say_error(session, ask.reference.as_deref(), ErrorCode::TooManyChannels, "too many channels asked for at once", None);
+        return say_error(
+            session,
+            ask.reference.as_deref(),
+            ErrorCode::TooManyChannels,
+            "too many channels asked for at once",
+            None,
+        );
     }
     let is_first = state.asks.is_none();
     state.asks.get_or_insert_default().queue.push_back(ask);
@@ -305,7 +316,9 @@ fn auth(hub: &Arc<Hub>, session: &Arc<Session>, reference: Option<&RawValue>, to
     hub.tasks.clone().spawn(async move {
         let reference = reference.as_deref();
         match hub.revocations.check(&identity).await {
-            CheckOutcome::Revoked => say_error(&session, reference, ErrorCode::TokenRevoked, "the token was revoked", None),
+            CheckOutcome::Revoked => {
+                say_error(&session, reference, ErrorCode::TokenRevoked, "the token was revoked", None)
+            }
             CheckOutcome::Unavailable => {
                 say_error(&session, reference, ErrorCode::Unavailable, "the revocation list cannot be read now", None);
             }

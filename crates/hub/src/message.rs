@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use serde_json::{Value, json};
 use serde_json::value::RawValue;
+use serde_json::{Value, json};
 
 use crate::backplane::GapReason;
 use crate::channel::Channel;
@@ -250,7 +250,12 @@ pub fn gaps(gaps: &[(Channel, GapReason)], id: EventId) -> impl Iterator<Item = 
 }
 
 /// `ok` to a client's message.
-pub fn ok(reference: Option<&RawValue>, channel: Option<&Channel>, resume: Option<Resume>, id: Option<EventId>) -> Message {
+pub fn ok(
+    reference: Option<&RawValue>,
+    channel: Option<&Channel>,
+    resume: Option<Resume>,
+    id: Option<EventId>,
+) -> Message {
     let mut json = json!({});
     put_reference(&mut json, reference);
     if let Some(channel) = channel {

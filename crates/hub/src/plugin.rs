@@ -14,11 +14,11 @@ use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
 use crate::auth::Identity;
+use crate::backplane::Publish;
 use crate::channel::Channel;
 use crate::close::CloseReason;
 use crate::event::Wire;
 use crate::hub::GatewayHandle;
-use crate::backplane::Publish;
 use crate::refusal::{Refusal, RefusalCode};
 use crate::session::SessionInfo;
 use crate::telemetry::Metrics;
@@ -216,9 +216,9 @@ impl Plugins {
 
     /// Through all of them in turn; `None` as soon as one drops it or panics.
     pub fn publishing(&self, event: Publish) -> Option<Publish> {
-        self.list.iter().try_fold(event, |event, plugin| {
-            self.guarded(plugin, "publishing", || plugin.publishing(event)).flatten()
-        })
+        self.list
+            .iter()
+            .try_fold(event, |event, plugin| self.guarded(plugin, "publishing", || plugin.publishing(event)).flatten())
     }
 
     /// The first that does not pass.

@@ -237,7 +237,13 @@ pub(crate) enum Offered {
 }
 
 impl Session {
-    pub(crate) fn new(info: SessionInfo, seat: Option<Seat>, deadlines: Deadlines, config: &SessionConfig, dice: &Dice) -> Self {
+    pub(crate) fn new(
+        info: SessionInfo,
+        seat: Option<Seat>,
+        deadlines: Deadlines,
+        config: &SessionConfig,
+        dice: &Dice,
+    ) -> Self {
         let now = info.opened_at;
         let stage = match info.admission {
             Admission::Standard => Stage::Opening,
@@ -530,7 +536,14 @@ impl State {
         Offered::Taken
     }
 
-    fn end(&mut self, info: &SessionInfo, reason: CloseReason, after: Duration, node: EventId, config: &SessionConfig) -> bool {
+    fn end(
+        &mut self,
+        info: &SessionInfo,
+        reason: CloseReason,
+        after: Duration,
+        node: EventId,
+        config: &SessionConfig,
+    ) -> bool {
         if self.is_over() {
             return false;
         }

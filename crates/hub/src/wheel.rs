@@ -42,7 +42,8 @@ impl Wheel {
 
     /// All that are due now, with the tick they were added for.
     pub fn due(&self, now: Instant) -> Vec<(Tick, Vec<Weak<Session>>)> {
-        let now = u64::try_from(now.saturating_duration_since(self.started).as_nanos() / TICK.as_nanos()).unwrap_or(Tick::MAX);
+        let now = u64::try_from(now.saturating_duration_since(self.started).as_nanos() / TICK.as_nanos())
+            .unwrap_or(Tick::MAX);
         let mut slots = self.slots.lock().expect("no panic while the wheel is held");
         let later = slots.split_off(&(now + 1));
         std::mem::replace(&mut *slots, later).into_iter().collect()

@@ -14,5 +14,5 @@ pub mod numbered;
 pub mod proxy;
 pub mod redis;
 pub mod sse;
-pub mod ws;
 pub mod world;
+pub mod ws;

@@ -370,9 +370,8 @@ impl World {
     /// The node of this client asks it to leave, now.
     pub fn ask_to_leave(&self, client: usize, reason: CloseReason) -> usize {
         let who = Who::User(self.clients[client].name.as_str().into());
-        let leaves = |node: &Node| {
-            node.hub.handle().depart(Departure { who: who.clone(), reason, over: Duration::ZERO })
-        };
+        let leaves =
+            |node: &Node| node.hub.handle().depart(Departure { who: who.clone(), reason, over: Duration::ZERO });
         self.nodes.iter().map(leaves).sum()
     }
 
@@ -440,7 +439,13 @@ enum Kept {
 }
 
 impl Node {
-    fn start(config: &WorldConfig, name: Arc<str>, faults: Arc<Faulty<Line<Memory>>>, clock: &Clock, dice: &Dice) -> Self {
+    fn start(
+        config: &WorldConfig,
+        name: Arc<str>,
+        faults: Arc<Faulty<Line<Memory>>>,
+        clock: &Clock,
+        dice: &Dice,
+    ) -> Self {
         let backplane: Arc<dyn Backplane> = faults.clone();
         let metrics = Metrics::new("simulated");
         let verifier = Arc::new(Verifier::new(auth_config()).expect("the secret is long enough"));

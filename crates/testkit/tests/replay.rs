@@ -39,7 +39,9 @@ fn outbox_bytes(world: &World) -> i64 {
 /// One sip of a slow reader: at most 8 KiB in 20 ms.
 async fn sip(world: &mut World, client: usize) {
     tokio::time::sleep(Duration::from_millis(20)).await;
-    world.clients[client].receive(&world.truth, 8 * 1024, usize::MAX).unwrap_or_else(|violation| world.fail(&violation));
+    world.clients[client]
+        .receive(&world.truth, 8 * 1024, usize::MAX)
+        .unwrap_or_else(|violation| world.fail(&violation));
 }
 
 #[tokio::test(start_paused = true)]

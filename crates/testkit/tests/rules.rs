@@ -459,7 +459,9 @@ async fn a_quiet_session_is_told_its_position_before_its_cursor_ages_also_over_a
 async fn a_stream_outlives_its_ttl_by_five_minutes_counted_from_its_last_id() {
     let ttl = WorldConfig::new(1).history.history_ttl;
     let kept = ttl + Duration::from_secs(300);
-    for (age, told) in [(kept - Duration::from_millis(1), &["hello", "1", "2", "ready"][..]), (kept, &["hello", "ready"])] {
+    for (age, told) in
+        [(kept - Duration::from_millis(1), &["hello", "1", "2", "ready"][..]), (kept, &["hello", "ready"])]
+    {
         let mut world = small_world().await;
         let client = world.add_client(Wire::Ws, &["a"]);
         world.publish("a").await;
@@ -480,7 +482,10 @@ async fn a_stream_outlives_its_ttl_by_five_minutes_counted_from_its_last_id() {
 #[tokio::test(start_paused = true)]
 async fn a_gap_is_told_by_the_ttl_alone() {
     let ttl = WorldConfig::new(1).history.history_ttl;
-    for (age, told) in [(ttl, &["hello", "1", "ready"][..]), (ttl + Duration::from_millis(1), &["hello", "gap a expired", "1", "ready"])] {
+    for (age, told) in [
+        (ttl, &["hello", "1", "ready"][..]),
+        (ttl + Duration::from_millis(1), &["hello", "gap a expired", "1", "ready"]),
+    ] {
         let mut world = small_world().await;
         let client = world.add_client(Wire::Ws, &["a"]);
         let position = world.position().await;
@@ -511,7 +516,9 @@ async fn after_a_reset_an_open_session_gets_its_gaps_and_ready_again_and_its_cur
         let from = n_heard(&world, client);
         world.flow().await;
         assert_eq!(heard(&world, client, from), ["1", "2", "3", "gap a reset", "gap b reset", "ready"]);
-        assert!(ready_ids(&world, client)[1] > born && ready_ids(&world, client)[1].incarnation() == born.incarnation());
+        assert!(
+            ready_ids(&world, client)[1] > born && ready_ids(&world, client)[1].incarnation() == born.incarnation()
+        );
         assert_eq!(world.clients[client].cursor(), Some(&*ready_ids(&world, client)[1].to_string()));
         world.clients[client].cut();
         world.publish("a").await;

@@ -150,7 +150,8 @@ async fn after_any_mix_of_ends_the_books_balance_and_every_place_is_free_again()
     agree(&gateway, 0).await;
     let metrics = http::get(gateway.probes(), "/metrics").await;
     let sum = |prefix: &str| -> f64 {
-        let of = |line: &str| line.starts_with(prefix).then(|| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap());
+        let of =
+            |line: &str| line.starts_with(prefix).then(|| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap());
         metrics.text().lines().filter_map(of).sum()
     };
     let opened = sum("gateway_sessions_opened_total{");

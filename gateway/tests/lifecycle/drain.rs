@@ -365,7 +365,8 @@ async fn a_signal_during_the_start_is_obeyed_at_once() {
 fn as_first_process() -> Option<GatewayOptions> {
     let unshare = ["/usr/bin/unshare", "/bin/unshare"].into_iter().find(|path| std::path::Path::new(path).exists())?;
     let flags = ["--pid", "--fork", "--kill-child", "--mount-proc"];
-    let is_permitted = Command::new(unshare).args(flags).arg("true").stderr(Stdio::null()).status().is_ok_and(|s| s.success());
+    let is_permitted =
+        Command::new(unshare).args(flags).arg("true").stderr(Stdio::null()).status().is_ok_and(|s| s.success());
     let arguments: Vec<&str> = flags.into_iter().chain([TIDEGATE, "serve"]).collect();
     is_permitted.then(|| {
         let defaults = GatewayOptions::new(unshare).args(&arguments);
@@ -435,7 +436,9 @@ async fn what_was_accepted_before_the_signal_reaches_who_moves_to_another_node()
     let cursor = seen.cursor.clone();
     let auth = bearer(&claims("s"));
     let mut again =
-        SseClient::connect(staying.public(), "/v1/sse", &[("Authorization", &auth), ("Last-Event-ID", &cursor)]).await.unwrap();
+        SseClient::connect(staying.public(), "/v1/sse", &[("Authorization", &auth), ("Last-Event-ID", &cursor)])
+            .await
+            .unwrap();
     while seen.data.len() < N {
         seen.take_block(&again.block().await);
     }

@@ -65,10 +65,9 @@ async fn flood(gateway: &GatewayProcess, n: usize) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_stops_is_slow_once_its_outbox_is_full() {
-    let gateway = GatewayProcess::start(
-        options().env("GATEWAY_OUTBOX_BYTES", "256KiB").env("GATEWAY_CLOSE_TIMEOUT", "20s"),
-    )
-    .await;
+    let gateway =
+        GatewayProcess::start(options().env("GATEWAY_OUTBOX_BYTES", "256KiB").env("GATEWAY_CLOSE_TIMEOUT", "20s"))
+            .await;
     let stopped = ws_small(gateway.public(), &claims("stopped")).await;
     let mut reading = sse(&gateway, &claims("reading")).await;
     for _ in 0..200 {
@@ -148,7 +147,8 @@ async fn a_session_ends_with_its_token_and_hears_nothing_later() {
     assert_eq!(by_ws.words(), ("token_expired", 4401, "reauth"));
     assert_eq!(by_sse.words(), ("token_expired", 4401, "reauth"));
     until_metric(&gateway, &closed("token_expired"), 2.0).await;
-    let refused = WsClient::connect(gateway.public(), "/v1/ws", &[("Authorization", &bearer(&claims))]).await.err().unwrap();
+    let refused =
+        WsClient::connect(gateway.public(), "/v1/ws", &[("Authorization", &bearer(&claims))]).await.err().unwrap();
     assert_eq!((refused.status(), &refused.json()["code"]), (401, &json!("token_expired")));
 }
 
@@ -179,7 +179,8 @@ async fn a_revocation_ends_open_sessions_on_every_node_within_a_second() {
             assert_eq!(end.words(), ("revoked", 4403, "never"), "{what}");
             assert!(end.at - asked < Duration::from_secs(1), "{what} after {:?}", end.at - asked);
         }
-        let refused = WsClient::connect(there.public(), "/v1/ws", &[("Authorization", &bearer(&claims))]).await.err().unwrap();
+        let refused =
+            WsClient::connect(there.public(), "/v1/ws", &[("Authorization", &bearer(&claims))]).await.err().unwrap();
         assert_eq!((refused.status(), &refused.json()["code"]), (401, &json!("token_revoked")));
         bystander.send_json(&json!({"type": "ping"})).await;
         assert_eq!(bystander.json().await["type"], "pong");
@@ -219,11 +220,14 @@ async fn who_breaks_the_protocol_is_told_how_and_not_to_come_back() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_follows_a_bye_however_much_the_client_still_asks() {
-    let gateway = GatewayProcess::start(options().env("GATEWAY_CLIENT_RATE", "10000").env("GATEWAY_CLIENT_BURST", "10000")).await;
+    let gateway =
+        GatewayProcess::start(options().env("GATEWAY_CLIENT_RATE", "10000").env("GATEWAY_CLIENT_BURST", "10000")).await;
     for round in 0..20 {
         let mut client = ws(&gateway, &json!({"sub": "u", "jti": format!("j{round}")})).await;
-        let (pings, auth) = (json!({"type": "ping"}).to_string(), json!({"type": "subscribe", "channel": "x"}).to_string());
-        let asks = [Frame::new(opcode::TEXT, pings).bytes(), Frame::new(opcode::TEXT, auth).bytes()].concat().repeat(50);
+        let (pings, auth) =
+            (json!({"type": "ping"}).to_string(), json!({"type": "subscribe", "channel": "x"}).to_string());
+        let asks =
+            [Frame::new(opcode::TEXT, pings).bytes(), Frame::new(opcode::TEXT, auth).bytes()].concat().repeat(50);
         client.send_bytes(&asks).await.unwrap();
         let revoked = json!({"jti": format!("j{round}")});
         // The client fails the test where a frame follows the close frame.
@@ -273,7 +277,10 @@ async fn a_new_token_replaces_the_old_one_in_all() {
 
     client.send_json(&json!({"type": "auth", "ref": 1, "token": testkit::gateway::token(&claims("43"))})).await;
     let refused = client.json().await;
-    assert_eq!((&refused["type"], &refused["ref"], &refused["code"]), (&json!("error"), &json!(1), &json!("token_invalid")));
+    assert_eq!(
+        (&refused["type"], &refused["ref"], &refused["code"]),
+        (&json!("error"), &json!(1), &json!("token_invalid"))
+    );
 
     let new = json!({"sub": "42", "jti": "new", "channels": ["news"]});
     client.send_json(&json!({"type": "auth", "ref": 2, "token": testkit::gateway::token(&new)})).await;

@@ -139,7 +139,10 @@ fn closed(reason: &str) -> String {
 async fn n_open(gateway: &GatewayProcess) -> f64 {
     let mut n = 0.0;
     for wire in ["ws", "sse"] {
-        n += gateway.metric(&format!("gateway_sessions_open{{transport=\"{wire}\"}}")).await.expect("the gauge is there");
+        n += gateway
+            .metric(&format!("gateway_sessions_open{{transport=\"{wire}\"}}"))
+            .await
+            .expect("the gauge is there");
     }
     n
 }

@@ -25,7 +25,8 @@ async fn ended_after(mut socket: DuplexStream) -> Duration {
 
 #[tokio::test(start_paused = true)]
 async fn a_head_that_does_not_come_in_time_ends_its_connection_and_costs_nobody_a_place() {
-    let node = Node::start(Settings { hub: hub::hub::HubConfig { capacity: 1, ..Settings::new().hub }, ..Settings::new() });
+    let node =
+        Node::start(Settings { hub: hub::hub::HubConfig { capacity: 1, ..Settings::new().hub }, ..Settings::new() });
     let silent = node.dial(ROOMY);
     let mut half = node.dial(ROOMY);
     half.write_all(b"GET /v1/ws HT").await.unwrap();

@@ -110,7 +110,8 @@ async fn newcomers_are_served_during_the_grace_and_refused_after_it() {
         sleep_until(began + secs(5) - TICK).await;
         let late = tokio::spawn(end(node.ws("in time").await));
         sleep_until(began + secs(5) + TICK).await;
-        let refused = WsClient::over(node.dial(ROOMY), "n1", "/v1/ws", &[("Authorization", &*node.bearer(&user("late")))]).await;
+        let refused =
+            WsClient::over(node.dial(ROOMY), "n1", "/v1/ws", &[("Authorization", &*node.bearer(&user("late")))]).await;
         let refused = refused.err().unwrap();
         assert_eq!((refused.status(), &refused.json()["code"]), (503, &json!("draining")));
         late.await.unwrap()

@@ -8,12 +8,6 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use tidegate_edge::accept::{self, AcceptConfig, Incoming};
-use tidegate_edge::address::TrustedProxies;
-use tidegate_edge::admit::{Gate, GateConfig};
-use tidegate_edge::credential::{CredentialConfig, QueryToken};
-use tidegate_edge::origin::OriginPolicy;
-use tidegate_edge::reject::RefuseModes;
 use hub::auth::{AuthConfig, KeySource, Secret, UserChannel, Verifier, mint};
 use hub::backplane::Publish;
 use hub::channel::Channel;
@@ -31,6 +25,12 @@ use hub::telemetry::Metrics;
 use serde_json::{Value, json};
 use testkit::sse::SseClient;
 use testkit::ws::WsClient;
+use tidegate_edge::accept::{self, AcceptConfig, Incoming};
+use tidegate_edge::address::TrustedProxies;
+use tidegate_edge::admit::{Gate, GateConfig};
+use tidegate_edge::credential::{CredentialConfig, QueryToken};
+use tidegate_edge::origin::OriginPolicy;
+use tidegate_edge::reject::RefuseModes;
 use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -197,7 +197,8 @@ impl Node {
 
     /// A WebSocket over a pipe of so many bytes, up to `ready`.
     pub async fn ws_over(&self, bytes: usize, claims: &Value) -> WsClient<DuplexStream> {
-        let opening = WsClient::over(self.dial(bytes), "n1", "/v1/ws", &[("Authorization", &*self.bearer(claims))]).await;
+        let opening =
+            WsClient::over(self.dial(bytes), "n1", "/v1/ws", &[("Authorization", &*self.bearer(claims))]).await;
         let mut client = opening.unwrap_or_else(|refused| panic!("{}", refused.text()));
         // Longer than anything is silent here, and only so that nothing hangs.
         client.set_patience(secs(7 * 86_400));

@@ -138,7 +138,13 @@ pub struct Judge {
 impl Judge {
     /// Of a client that has heard nothing yet.
     pub fn new(client: &str) -> Self {
-        Self { client: client.to_owned(), followed: HashMap::new(), seen: HashSet::new(), last: HashMap::new(), n_gaps: 0 }
+        Self {
+            client: client.to_owned(),
+            followed: HashMap::new(),
+            seen: HashSet::new(),
+            last: HashMap::new(),
+            n_gaps: 0,
+        }
     }
 
     fn broken(&self, promise: Promise, what: String) -> Violation {

@@ -67,7 +67,8 @@ impl Request<'_> {
         let query = if query.is_empty() { String::new() } else { format!("?{}", query.join("&")) };
         let cursor = self.cursor.map_or_else(String::new, |cursor| format!("Last-Event-ID: {cursor}\r\n"));
         let token = self.token;
-        let head = format!("GET {path}{query} HTTP/1.1\r\nHost: world\r\n{mode}{cursor}Authorization: Bearer {token}\r\n\r\n");
+        let head =
+            format!("GET {path}{query} HTTP/1.1\r\nHost: world\r\n{mode}{cursor}Authorization: Bearer {token}\r\n\r\n");
         BytesMut::from(head.as_bytes())
     }
 }
