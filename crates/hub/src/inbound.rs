@@ -27,6 +27,7 @@ use crate::session::{Flood, Held, Session, Stage};
 const MAX_REFERENCE_BYTES: usize = 128;
 /// What a `subscribe` with `since` costs of the message rate: it reads history (contract).
 const REPLAY_COST: f64 = 10.0;
+const NOT_GRANTED: &str = "this token does not grant the channel";
 /// Longest span of `busy` (contract).
 const MAX_BUSY: Duration = Duration::from_secs(60);
 
@@ -196,7 +197,7 @@ fn channel_ask(
         }
         let identity = session.lock().identity.clone();
         if !hub.plugins.may_subscribe(&identity, &channel) {
-            return say_error(session, reference, ErrorCode::Forbidden, "this token does not grant the channel", None);
+            return say_error(session, reference, ErrorCode::Forbidden, NOT_GRANTED, None);
         }
         Wish::Join(since)
     };
@@ -274,6 +275,12 @@ async fn join(hub: &Arc<Hub>, session: &Arc<Session>, ask: &ChannelAsk, since: S
     if is_held {
         let position = hub.session_position(session);
         return session.say(&message::ok(reference, Some(&ask.channel), Some(message::Resume::Ok), position));
+    }
+    // Asked again, now that its turn has come: a token with fewer grants may have replaced the one
+    // that the question was asked with.
+    let identity = session.lock().identity.clone();
+    if !hub.plugins.may_subscribe(&identity, &ask.channel) {
+        return say_error(session, reference, ErrorCode::Forbidden, NOT_GRANTED, None);
     }
     if n_subs >= hub.config.max_channels {
         let text = format!("a session hears at most {} channels (GATEWAY_MAX_CHANNELS)", hub.config.max_channels);

@@ -250,10 +250,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Wire<S> {
             }
             self.fill().await?;
         };
-        let line = self.take(end + 2);
-        let size = std::str::from_utf8(&line[..end]).ok().and_then(|text| usize::from_str_radix(text, 16).ok());
+        let line = std::str::from_utf8(&self.unread[..end]).ok();
+        let size = line.and_then(|text| usize::from_str_radix(text, 16).ok());
         let size = size.ok_or_else(|| no_http("a chunk's size"))?;
-        let mut chunk = self.exactly(size + 2).await?;
+        // The size stays unread until its chunk is whole: whoever is cancelled here begins anew.
+        while self.unread.len() < end + 2 + size + 2 {
+            self.fill().await?;
+        }
+        self.take(end + 2);
+        let mut chunk = self.take(size + 2);
         if chunk.split_off(size) != b"\r\n" {
             return Err(no_http("a chunk's end (trailers are not expected)"));
         }

@@ -230,7 +230,7 @@ impl Redis {
             url: r.secret("GATEWAY_REDIS_URL", |bytes| RedisUrl::new(text(bytes)?.trim())),
             password: r.secret("GATEWAY_REDIS_PASSWORD", password),
             ca_file: r.path("GATEWAY_REDIS_CA_FILE"),
-            prefix: r.value("GATEWAY_REDIS_PREFIX", |_, text| parse::name(text, 64, b"_-.:")),
+            prefix: r.value("GATEWAY_REDIS_PREFIX", |_, text| values::redis_prefix(text)),
             timeout: r.duration("GATEWAY_REDIS_TIMEOUT"),
             partitions: r.count("GATEWAY_PARTITIONS"),
         }

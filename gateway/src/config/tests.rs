@@ -588,3 +588,13 @@ fn the_documentation_holds_the_table_as_the_code_has_it() {
     let defaults = variables().filter(|v| matches!(v.default, Unset::Value(_))).count();
     assert!(defaults > 50, "most rows have a value of their own");
 }
+
+#[test]
+fn a_prefix_that_would_share_keys_with_another_deployment_is_refused() {
+    for good in ["tidegate", "a", "a:b", "live", "eu:prod.1"] {
+        assert_eq!(super::values::redis_prefix(good).as_deref(), Some(good));
+    }
+    for bad in ["a:live", "a:revoked:b", "a:ch", "", "a b", "a{b}"] {
+        assert_eq!(super::values::redis_prefix(bad), None, "{bad}");
+    }
+}

@@ -368,6 +368,15 @@ fn has_only_placeholders(template: &str) -> bool {
     true
 }
 
+/// `GATEWAY_REDIS_PREFIX`: 1 to 64 bytes. No part of it behind a colon is a word that our own keys
+/// have in that place: `a:live` would share keys with the channel `live:…` of the prefix `a`.
+pub fn redis_prefix(text: &str) -> Option<String> {
+    const OURS: [&str; 10] = ["beacon", "ch", "conf", "ctl", "idem", "live", "lock", "log", "revoked", "schema"];
+    let prefix = parse::name(text, 64, b"_-.:")?;
+    let is_mixed_up = prefix.split(':').skip(1).any(|part| OURS.contains(&part));
+    (!is_mixed_up).then_some(prefix)
+}
+
 /// An entry of `GATEWAY_ANONYMOUS_CHANNELS`.
 pub fn pattern(text: &str) -> Option<Pattern> {
     Pattern::new(text).ok()

@@ -132,7 +132,7 @@ async fn who_gives_no_sign_of_life_is_cut_and_who_gives_any_is_not() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_session_ends_with_its_token_and_hears_nothing_later() {
+async fn a_session_ends_with_its_token_and_cannot_come_back_with_it() {
     let gateway = GatewayProcess::start(options()).await;
     let exp = unix() + 4;
     let claims = json!({"sub": "42", "channels": ["news"], "exp": exp});
