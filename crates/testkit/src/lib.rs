@@ -3,8 +3,8 @@
 //!
 //! `contract` what every backplane must pass · `faults` a backplane that is late, silent or away ·
 //! `redis` a real server to kill, pause and fail over · `proxy` a wire to cut · `gateway` the real
-//! binary · `http`, `sse`, `ws` raw clients · `numbered` events that
-//! are counted from the publisher to the client.
+//! binary · `http`, `sse`, `ws` raw clients · `numbered` events that are counted from the publisher
+//! to the client · `world` a fleet and its clients on in-memory pipes under a paused clock.
 
 pub mod contract;
 pub mod faults;
