@@ -12,7 +12,7 @@ use testkit::gateway::{GatewayOptions, GatewayProcess, token};
 use testkit::http::{self, Response, Wire};
 use testkit::ws::WsClient;
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 #[path = "admission/admin.rs"]
 mod admin;
@@ -134,17 +134,4 @@ async fn answer(wire: &mut Wire) -> Option<Response> {
 async fn revoke(gateway: &GatewayProcess, what: &Value) {
     let answer = http::post_json(gateway.admin(), "/v1/revocations", what).await;
     assert_eq!(answer.status(), 204, "{}", answer.text());
-}
-
-/// Waits until a sample has this value.
-async fn until_metric(gateway: &GatewayProcess, name: &str, value: f64) {
-    let until = Instant::now() + SOON;
-    loop {
-        let is = gateway.metric(name).await;
-        if is == Some(value) {
-            return;
-        }
-        assert!(Instant::now() < until, "{name} is {is:?}, not {value}:\n{}", gateway.stderr());
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
 }

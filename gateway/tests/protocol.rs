@@ -11,7 +11,6 @@ use testkit::gateway::{GatewayOptions, GatewayProcess, token};
 use testkit::http::{self, Response};
 use testkit::sse::SseClient;
 use testkit::ws::{Heard, WsClient};
-use tokio::time::Instant;
 
 #[path = "protocol/crowd.rs"]
 mod crowd;
@@ -77,19 +76,6 @@ async fn publish_lines(gateway: &GatewayProcess, lines: &[String]) {
 /// Publishes a body as it stands.
 async fn publish_text(gateway: &GatewayProcess, body: &[u8]) -> Response {
     http::request(gateway.admin(), "POST", "/v1/publish", &[("Content-Type", "application/json")], body).await
-}
-
-/// Waits until a sample has this value.
-async fn until_metric(gateway: &GatewayProcess, name: &str, value: f64) {
-    let until = Instant::now() + SOON;
-    loop {
-        let is = gateway.metric(name).await;
-        if is == Some(value) {
-            return;
-        }
-        assert!(Instant::now() < until, "{name} is {is:?}, not {value}:\n{}", gateway.stderr());
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
 }
 
 /// The text of the next message, as it stood in its frame.

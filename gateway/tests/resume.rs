@@ -13,6 +13,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use hub::clock::Dice;
 use serde_json::{Value, json};
+use testkit::chance::dice;
 use testkit::gateway::{GatewayOptions, GatewayProcess, Signal, token};
 use testkit::numbered::{Follower, Id, Publisher, Route, Transport};
 use testkit::proxy::Proxy;
@@ -32,16 +33,6 @@ fn options(redis: &str) -> GatewayOptions {
         .env("GATEWAY_ACCEPT_RATE", "100000")
         .env("GATEWAY_DRAIN_GRACE", "0s")
         .env("GATEWAY_LOG", "warn")
-}
-
-/// `TEST_SEED`, or one of the moment; printed, so that a failure can be told again.
-fn dice() -> Dice {
-    use std::hash::{BuildHasher, RandomState};
-    #[allow(clippy::disallowed_methods)]
-    let given = std::env::var("TEST_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed = given.unwrap_or_else(|| RandomState::new().hash_one(0));
-    println!("TEST_SEED={seed}");
-    Dice::seeded(seed)
 }
 
 fn below(dice: &Dice, n: u64) -> u64 {

@@ -171,7 +171,7 @@ fn offer_to_plugins(hub: &Arc<Hub>, session: &Arc<Session>, message: &Inbound, r
         },
     }
     // Answers count like events: who does not read them is slow.
-    if session.is_over(hub.config.session.outbox_bytes) {
+    if session.is_overfull(hub.config.session.outbox_bytes) {
         hub.end(session, CloseReason::Slow);
     }
 }

@@ -62,7 +62,7 @@ impl Open {
     /// A ping: answered like an event, so that a peer who does not read is slow.
     pub fn pinged(&self, pong: bytes::Bytes) {
         self.session.send(pong);
-        if self.session.is_over(self.hub.config.session.outbox_bytes) {
+        if self.session.is_overfull(self.hub.config.session.outbox_bytes) {
             self.end(CloseReason::Slow);
         }
     }

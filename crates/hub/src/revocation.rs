@@ -71,7 +71,7 @@ pub enum CheckOutcome {
     Unavailable,
 }
 
-/// Who answered. Label of `gateway_revocation_checks_total`.
+/// Who answered. What the metric calls it is `telemetry::RevocationSource`'s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CheckSource {
     /// Nothing to ask, or seen by this node.

@@ -363,7 +363,7 @@ impl Session {
     }
 
     /// Queues a frame of this session's own (a pong, a plugin's answer). It counts like an event:
-    /// see `is_over`.
+    /// see `is_overfull`.
     pub fn send(&self, framed: bytes::Bytes) {
         let mut state = self.lock();
         if state.ending.is_none() {
@@ -374,7 +374,7 @@ impl Session {
     }
 
     /// Does more wait than `cap`? Then the client does not read what it asked for.
-    pub fn is_over(&self, cap: usize) -> bool {
+    pub fn is_overfull(&self, cap: usize) -> bool {
         self.lock().outbox.bytes() > cap
     }
 

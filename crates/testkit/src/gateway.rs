@@ -242,6 +242,22 @@ impl GatewayProcess {
         line.split(' ').next()?.parse().ok()
     }
 
+    /// Waits until a sample of `/metrics` has this value.
+    ///
+    /// # Panics
+    /// Where it does not within 30 s; with the log.
+    pub async fn until_metric(&self, name: &str, value: f64) {
+        let until = Instant::now() + START_TIMEOUT;
+        loop {
+            let is = self.metric(name).await;
+            if is == Some(value) {
+                return;
+            }
+            assert!(Instant::now() < until, "{name} is {is:?}, not {value}:\n{}", self.stderr());
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
     /// Publishes through the admin API and gives the event's id.
     ///
     /// # Panics

@@ -9,9 +9,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
-use super::{
-    SOON, UPGRADE, answer, bearer, code_of, head, options, outcome, raw, try_ws, until_metric, usual_token, ws,
-};
+use super::{SOON, UPGRADE, answer, bearer, code_of, head, options, outcome, raw, try_ws, usual_token, ws};
 
 /// Processor time that the gateway has used.
 fn processor_time(gateway: &GatewayProcess) -> Duration {
@@ -69,7 +67,7 @@ async fn a_handshake_is_told_from_what_only_looks_like_one() {
     assert_eq!(answer.status(), 405);
     *n_refused.entry("method_not_allowed").or_insert(0.0) += 1.0;
     for (code, n) in n_refused {
-        until_metric(&gateway, &format!("gateway_refused_total{{code=\"{code}\"}}"), n).await;
+        gateway.until_metric(&format!("gateway_refused_total{{code=\"{code}\"}}"), n).await;
     }
 }
 
@@ -142,7 +140,7 @@ async fn a_flood_of_headers_is_cut_short_and_costs_next_to_nothing() {
     }
     assert_eq!(answer(&mut wire).await.expect("an answer").status(), 101);
     assert!(!gateway.stderr().contains("panicked"));
-    until_metric(&gateway, "gateway_refused_total{code=\"head_too_large\"}", 3.0).await;
+    gateway.until_metric("gateway_refused_total{code=\"head_too_large\"}", 3.0).await;
 }
 
 #[tokio::test]
@@ -190,15 +188,15 @@ async fn who_resets_before_the_answer_leaves_nothing_behind() {
         drop(wire);
     }
     let open = "gateway_sessions_open{transport=\"ws\"}";
-    until_metric(&gateway, open, 0.0).await;
+    gateway.until_metric(open, 0.0).await;
     // Every place is free again.
     let mut held = Vec::new();
     for _ in 0..100 {
         held.push(ws(&gateway).await);
     }
-    until_metric(&gateway, open, 100.0).await;
+    gateway.until_metric(open, 100.0).await;
     drop(held);
-    until_metric(&gateway, open, 0.0).await;
+    gateway.until_metric(open, 0.0).await;
     assert_eq!(gateway.metric("gateway_refused_total{code=\"at_capacity\"}").await.unwrap_or(0.0), 0.0);
 }
 
@@ -271,7 +269,7 @@ async fn slow_heads_are_cut_in_time_and_nobody_else_waits_for_them() {
         // The one that drips learns of it with the byte after.
         assert!(after < head_timeout + Duration::from_secs(3), "{after:?}");
     }
-    until_metric(&gateway, "gateway_refused_total{code=\"head_timeout\"}", (3 * EACH) as f64).await;
+    gateway.until_metric("gateway_refused_total{code=\"head_timeout\"}", (3 * EACH) as f64).await;
 }
 
 #[tokio::test]
@@ -354,10 +352,10 @@ async fn metrics_are_whole_and_200_however_bad_it_is() {
     assert_eq!(full["reasons"], serde_json::json!(["at_capacity"]));
     check_exposition(&gateway).await;
     redis.kill9();
-    until_metric(&gateway, "gateway_redis_up{link=\"pubsub\"}", 0.0).await;
+    gateway.until_metric("gateway_redis_up{link=\"pubsub\"}", 0.0).await;
     check_exposition(&gateway).await;
     gateway.signal(Signal::Term);
-    until_metric(&gateway, "gateway_phase{phase=\"draining\"}", 1.0).await;
+    gateway.until_metric("gateway_phase{phase=\"draining\"}", 1.0).await;
     check_exposition(&gateway).await;
     for path in ["/livez", "/readyz", "/startupz", "/metrics"] {
         let text = http::get(gateway.probes(), path).await.text().to_owned();

@@ -13,7 +13,7 @@ use testkit::ws::WsClient;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::{bearer, code_of, options, revoke, token, try_ws, until_metric, usual_token, ws};
+use super::{bearer, code_of, options, revoke, token, try_ws, usual_token, ws};
 
 /// So many handshakes at once: what came of each, and how long it took.
 async fn crowd(gateway: &GatewayProcess, n: usize) -> Vec<(Result<WsClient, Response>, Duration)> {
@@ -68,7 +68,7 @@ async fn exactly_the_capacity_gets_in_however_many_come_at_once() {
     // One leaves, one comes in, whichever the transport.
     for _ in 0..3 {
         held.pop();
-        until_metric(&gateway, "gateway_sessions_open{transport=\"ws\"}", held.len() as f64).await;
+        gateway.until_metric("gateway_sessions_open{transport=\"ws\"}", held.len() as f64).await;
         let auth = bearer(&usual_token());
         let stream = SseClient::connect(gateway.public(), "/v1/sse", &[("Authorization", &auth)]).await;
         let _stream = stream.unwrap_or_else(|refused| panic!("{}", refused.text()));
@@ -77,7 +77,7 @@ async fn exactly_the_capacity_gets_in_however_many_come_at_once() {
         };
         assert_eq!(code_of(&refused), "at_capacity");
         drop(_stream);
-        until_metric(&gateway, "gateway_sessions_open{transport=\"sse\"}", 0.0).await;
+        gateway.until_metric("gateway_sessions_open{transport=\"sse\"}", 0.0).await;
         held.push((ws(&gateway).await, Duration::ZERO));
     }
 }
@@ -112,7 +112,7 @@ async fn a_refused_crowd_is_told_quickly_and_each_of_it_another_time() {
     assert!(per_second.values().all(|n| n * 4 <= n_refused), "{per_second:?}");
     assert!(per_second.len() > 20, "{per_second:?}");
     assert!(slowest < Duration::from_secs(5), "{slowest:?}");
-    until_metric(&gateway, "gateway_refused_total{code=\"overloaded\"}", n_refused as f64).await;
+    gateway.until_metric("gateway_refused_total{code=\"overloaded\"}", n_refused as f64).await;
 
     // What a browser cannot see, it is told otherwise.
     let query = format!("/v1/sse?access_token={}", usual_token());

@@ -5,7 +5,7 @@ use testkit::gateway::GatewayProcess;
 use testkit::http::{self, Response};
 use testkit::sse::SseClient;
 
-use super::{bearer, code_of, options, revoke, token, try_ws, until_metric, usual_token};
+use super::{bearer, code_of, options, revoke, token, try_ws, usual_token};
 
 const APP: &str = "https://app.example";
 
@@ -127,7 +127,7 @@ async fn a_named_page_may_read_every_answer_and_another_page_none() {
     let soft = SseClient::connect(gateway.public(), "/v1/sse", &headers).await.expect("a soft refusal");
     check_cors(&soft.head, true, "the soft refusal");
     drop(stream);
-    until_metric(&gateway, "gateway_sessions_open{transport=\"sse\"}", 0.0).await;
+    gateway.until_metric("gateway_sessions_open{transport=\"sse\"}", 0.0).await;
 
     for (origin, may) in [(APP, true), ("https://evil.test", false), ("null", false)] {
         let preflight = [

@@ -11,9 +11,7 @@ use testkit::sse::SseClient;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 
-use super::{
-    SOON, bearer, code_of, now, options, refused, revoke, token, try_ws, until_metric, usual_token, with_token, ws,
-};
+use super::{SOON, bearer, code_of, now, options, refused, revoke, token, try_ws, usual_token, with_token, ws};
 
 fn on(redis: &RedisServer) -> GatewayOptions {
     options().env("GATEWAY_REDIS_URL", redis.url())
@@ -81,7 +79,7 @@ async fn a_revocation_holds_whoever_wrote_it() {
     swept.until("ready").await;
     redis.cli(&["SET", "tidegate:revoked:sid:swept", "1"]);
     assert_eq!(swept.until_closed().await.1, 4403);
-    until_metric(&gateway, "gateway_sessions_open{transport=\"ws\"}", 1.0).await;
+    gateway.until_metric("gateway_sessions_open{transport=\"ws\"}", 1.0).await;
     drop(stays);
 }
 
@@ -213,8 +211,8 @@ async fn forged_and_expired_tokens_never_reach_redis() {
     // The good one does ask, so the test sees what it looks for.
     ws(&gateway).await;
     assert!(asked(&redis).iter().any(|name| name == "mget"), "{:?}", asked(&redis));
-    until_metric(&gateway, "gateway_refused_total{code=\"token_invalid\"}", 100.0).await;
-    until_metric(&gateway, "gateway_refused_total{code=\"token_expired\"}", 100.0).await;
+    gateway.until_metric("gateway_refused_total{code=\"token_invalid\"}", 100.0).await;
+    gateway.until_metric("gateway_refused_total{code=\"token_expired\"}", 100.0).await;
 }
 
 /// One command as Redis reads it; arguments of any bytes.

@@ -11,9 +11,7 @@ use testkit::ws::{Answer, Frame, Heard, WsClient, opcode};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::{
-    bearer, claims, closed, first_event, n_open, options, sse, sse_end, until_metric, until_open, ws, ws_end, ws_small,
-};
+use crate::{bearer, claims, closed, first_event, n_open, options, sse, sse_end, until_open, ws, ws_end, ws_small};
 
 fn unix() -> u64 {
     Clock::system().unix().as_secs()
@@ -51,7 +49,7 @@ async fn nobody_stays_beyond_the_maximum_age_and_ages_are_spread() {
     assert!(ages[N - 1] < Duration::from_secs(5), "{ages:?}");
     // Forty draws from two seconds that all fall into half of them: one in 2^39.
     assert!(ages[N - 1] - ages[0] > Duration::from_secs(1), "{ages:?}");
-    until_metric(&gateway, &closed("recycle"), N as f64).await;
+    gateway.until_metric(&closed("recycle"), N as f64).await;
     assert_eq!(n_open(&gateway).await, 0.0);
 }
 
@@ -76,7 +74,7 @@ async fn a_reader_that_stops_is_slow_once_its_outbox_is_full() {
     }
     // It was told, behind what it had been sent a part of already.
     assert_eq!(ws_end(stopped).await.words(), ("slow", 1013, "after"));
-    until_metric(&gateway, &closed("slow"), 1.0).await;
+    gateway.until_metric(&closed("slow"), 1.0).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -90,7 +88,7 @@ async fn a_write_that_makes_no_progress_is_slow_at_its_deadline() {
     .await;
     let stopped = ws_small(gateway.public(), &claims("stopped")).await;
     flood(&gateway, 150).await;
-    until_metric(&gateway, &closed("slow"), 1.0).await;
+    gateway.until_metric(&closed("slow"), 1.0).await;
     until_open(&gateway, 0.0).await;
     drop(stopped);
 }
@@ -125,10 +123,10 @@ async fn who_gives_no_sign_of_life_is_cut_and_who_gives_any_is_not() {
     assert_eq!((code, messages.last()), (1006, None), "cut without a word");
     // The first ping is drawn from the second half of the interval.
     assert!(after >= Duration::from_millis(1_500) && after < Duration::from_secs(4), "{after:?}");
-    until_metric(&gateway, &closed("unresponsive"), 1.0).await;
+    gateway.until_metric(&closed("unresponsive"), 1.0).await;
     assert_eq!(n_open(&gateway).await, 3.0);
     drop((talking, ponging, listening));
-    until_metric(&gateway, &closed("lost"), 3.0).await;
+    gateway.until_metric(&closed("lost"), 3.0).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -146,7 +144,7 @@ async fn a_session_ends_with_its_token_and_cannot_come_back_with_it() {
     assert!((-1.0..1.5).contains(&late), "{late} s after exp");
     assert_eq!(by_ws.words(), ("token_expired", 4401, "reauth"));
     assert_eq!(by_sse.words(), ("token_expired", 4401, "reauth"));
-    until_metric(&gateway, &closed("token_expired"), 2.0).await;
+    gateway.until_metric(&closed("token_expired"), 2.0).await;
     let refused =
         WsClient::connect(gateway.public(), "/v1/ws", &[("Authorization", &bearer(&claims))]).await.err().unwrap();
     assert_eq!((refused.status(), &refused.json()["code"]), (401, &json!("token_expired")));
@@ -186,8 +184,8 @@ async fn a_revocation_ends_open_sessions_on_every_node_within_a_second() {
         assert_eq!(bystander.json().await["type"], "pong");
     }
     assert!(asked.elapsed() < Duration::from_secs(30));
-    until_metric(&here, &closed("revoked"), 3.0).await;
-    until_metric(&there, &closed("revoked"), 6.0).await;
+    here.until_metric(&closed("revoked"), 3.0).await;
+    there.until_metric(&closed("revoked"), 6.0).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -210,8 +208,8 @@ async fn who_breaks_the_protocol_is_told_how_and_not_to_come_back() {
         client.send_bytes(&bytes).await.unwrap();
         assert_eq!(ws_end(client).await.words(), words, "{name}");
     }
-    until_metric(&gateway, &closed("bad_message"), n_cases - 1.0).await;
-    until_metric(&gateway, &closed("too_large"), 1.0).await;
+    gateway.until_metric(&closed("bad_message"), n_cases - 1.0).await;
+    gateway.until_metric(&closed("too_large"), 1.0).await;
     // At the limit, a message is a message: no JSON, so it is told so and stays.
     let mut client = ws(&gateway, &claims("just right")).await;
     client.send_frame(&Frame::new(opcode::TEXT, vec![b'x'; 1_024])).await.unwrap();
@@ -259,12 +257,12 @@ async fn a_clients_own_close_is_answered_and_a_vanished_client_is_lost() {
     let mut terse = ws(&gateway, &claims("terse")).await;
     terse.send_frame(&Frame::new(opcode::CLOSE, "")).await.unwrap();
     assert_eq!(terse.until_closed().await.1, 1005);
-    until_metric(&gateway, &closed("client"), 2.0).await;
+    gateway.until_metric(&closed("client"), 2.0).await;
 
     let (gone, gone_stream) = (ws(&gateway, &claims("gone")).await, sse(&gateway, &claims("gone")).await);
     until_open(&gateway, 2.0).await;
     drop((gone, gone_stream));
-    until_metric(&gateway, &closed("lost"), 2.0).await;
+    gateway.until_metric(&closed("lost"), 2.0).await;
     until_open(&gateway, 0.0).await;
 }
 

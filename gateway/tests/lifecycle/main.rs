@@ -118,19 +118,6 @@ async fn sse_end(mut client: SseClient) -> Ending {
     Ending { at, code: None, bye: last.json(), retry: last.retry }
 }
 
-/// Waits until a sample of the gateway's metrics has this value.
-async fn until_metric(gateway: &GatewayProcess, name: &str, value: f64) {
-    let until = Instant::now() + Duration::from_secs(20);
-    loop {
-        let is = gateway.metric(name).await;
-        if is == Some(value) {
-            return;
-        }
-        assert!(Instant::now() < until, "{name} is {is:?} and not {value}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-}
-
 fn closed(reason: &str) -> String {
     format!("gateway_sessions_closed_total{{reason=\"{reason}\"}}")
 }

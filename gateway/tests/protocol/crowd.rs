@@ -10,7 +10,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::{SOON, bearer, options, publish_lines, resident, sse_with, until_metric, usual_token, ws};
+use super::{SOON, bearer, options, publish_lines, resident, sse_with, usual_token, ws};
 
 /// Numbered events, every second one large.
 fn numbered(from: usize, to: usize, large: usize) -> Vec<String> {
@@ -113,7 +113,7 @@ async fn who_stops_reading_is_ended_as_slow_and_may_resume_while_the_others_miss
             }
         }
     }
-    until_metric(&gateway, "gateway_sessions_closed_total{reason=\"slow\"}", 2.0).await;
+    gateway.until_metric("gateway_sessions_closed_total{reason=\"slow\"}", 2.0).await;
     // The log keeps its 600 events; what waited for the two is gone.
     let grown = resident(&gateway).saturating_sub(before);
     assert!(grown < 48 << 20, "{grown} bytes");

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use testkit::gateway::GatewayProcess;
 use testkit::ws::{Answer, Frame, Heard, Length, WsClient, opcode};
 
-use super::{SOON, options, publish_text, resident, talkative, until_metric, usual_token, ws, ws_with};
+use super::{SOON, options, publish_text, resident, talkative, usual_token, ws, ws_with};
 
 /// The default of `GATEWAY_MAX_MESSAGE`.
 const MAX: usize = 64 * 1024;
@@ -85,7 +85,7 @@ async fn each_broken_rule_of_framing_gets_its_close_code_and_nothing_is_delivere
         let is_whole_first = what == "continues a finished one";
         assert_eq!(before.len(), usize::from(is_whole_first), "{what}: {before:?}");
     }
-    until_metric(&gateway, "gateway_sessions_open{transport=\"ws\"}", 0.0).await;
+    gateway.until_metric("gateway_sessions_open{transport=\"ws\"}", 0.0).await;
 }
 
 #[tokio::test]
@@ -153,7 +153,7 @@ async fn a_close_is_echoed_and_what_follows_it_is_ignored() {
         }
         assert_eq!(client.next().await, Heard::Cut);
     }
-    until_metric(&gateway, "gateway_sessions_closed_total{reason=\"client\"}", 4.0).await;
+    gateway.until_metric("gateway_sessions_closed_total{reason=\"client\"}", 4.0).await;
 }
 
 #[tokio::test]
@@ -304,7 +304,7 @@ async fn every_ping_gets_its_own_pong_while_large_events_stream_out() {
     drop(client);
     gateway.publish("news", &json!("still here")).await;
     assert_eq!(other.json().await["data"], "still here");
-    until_metric(&gateway, "gateway_sessions_open{transport=\"ws\"}", 1.0).await;
+    gateway.until_metric("gateway_sessions_open{transport=\"ws\"}", 1.0).await;
 }
 
 #[tokio::test]
@@ -357,8 +357,8 @@ async fn a_frame_that_never_ends_is_ended_by_the_heartbeat() {
         () = answering => unreachable!("it hears on"),
     };
     assert_eq!(ended, Heard::Cut);
-    until_metric(&gateway, "gateway_sessions_closed_total{reason=\"unresponsive\"}", 1.0).await;
-    until_metric(&gateway, "gateway_sessions_open{transport=\"ws\"}", 1.0).await;
+    gateway.until_metric("gateway_sessions_closed_total{reason=\"unresponsive\"}", 1.0).await;
+    gateway.until_metric("gateway_sessions_open{transport=\"ws\"}", 1.0).await;
 }
 
 #[tokio::test]
@@ -395,7 +395,7 @@ async fn a_ping_flood_is_answered_to_a_reader_and_ends_who_does_not_read() {
             }
         }
     };
-    let slow = until_metric(&gateway, "gateway_sessions_closed_total{reason=\"slow\"}", 1.0);
+    let slow = gateway.until_metric("gateway_sessions_closed_total{reason=\"slow\"}", 1.0);
     tokio::select! {
         biased;
         () = slow => {}
@@ -403,7 +403,7 @@ async fn a_ping_flood_is_answered_to_a_reader_and_ends_who_does_not_read() {
     }
     let grown = resident(&gateway).saturating_sub(before);
     assert!(grown < 16 << 20, "{grown} bytes for one who does not read");
-    until_metric(&gateway, "gateway_sessions_open{transport=\"ws\"}", 1.0).await;
+    gateway.until_metric("gateway_sessions_open{transport=\"ws\"}", 1.0).await;
     reader.send_json(&json!({"type": "ping"})).await;
     assert_eq!(reader.json().await["type"], "pong");
 }

@@ -12,7 +12,7 @@ use testkit::sse::{Heard, SseClient};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::{SOON, bearer, options, publish_text, sse_with, token_for, until_metric, usual_token};
+use super::{SOON, bearer, options, publish_text, sse_with, token_for, usual_token};
 
 /// Sends these bytes and reads the head and, unless it is a stream, the body of the answer.
 async fn raw(gateway: &GatewayProcess, request: &[u8]) -> Response {
@@ -331,7 +331,7 @@ async fn a_stream_says_by_its_status_or_its_last_block_whether_to_come_back() {
     assert_eq!(answer.status(), 200, "{}", answer.text());
     let (bye, retry) = last_words(kicked).await;
     assert_eq!((&bye["reason"], &bye["reconnect"], retry), (&json!("kicked"), &json!("never"), 86_400_000));
-    until_metric(&gateway, "gateway_sessions_open{transport=\"sse\"}", 0.0).await;
+    gateway.until_metric("gateway_sessions_open{transport=\"sse\"}", 0.0).await;
 
     // For the moment: 200 and a drawn delay, or a status for who shows that it can see one.
     let mut held = Vec::new();

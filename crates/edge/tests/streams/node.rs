@@ -23,6 +23,7 @@ use hub::revocation::{RevocationConfig, Revocations, WhenUnavailable};
 use hub::session::SessionConfig;
 use hub::telemetry::Metrics;
 use serde_json::{Value, json};
+use testkit::chance::seed;
 use testkit::sse::SseClient;
 use testkit::ws::WsClient;
 use tidegate_edge::accept::{self, AcceptConfig, Incoming};
@@ -267,14 +268,4 @@ impl Drop for Node {
 
 pub fn user(sub: &str) -> Value {
     json!({"sub": sub, "channels": ["news"]})
-}
-
-/// `TEST_SEED`, or one of the moment; printed, so that a failure can be told again.
-fn seed() -> u64 {
-    use std::hash::{BuildHasher, RandomState};
-    #[allow(clippy::disallowed_methods)]
-    let given = std::env::var("TEST_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed = given.unwrap_or_else(|| RandomState::new().hash_one(0));
-    println!("TEST_SEED={seed}");
-    seed
 }
