@@ -184,28 +184,26 @@ async fn connection<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     tasks: TaskTracker,
 ) {
     let (hand_over, handed_over) = oneshot::channel();
-    let hand_over = Arc::new(Mutex::new(Some(hand_over)));
+    let desk = Arc::new(Mutex::new(Desk { hand_over: Some(hand_over), refused: None }));
     let id = in_flight.id;
     let heads = in_flight.heads.clone();
     let service = service_fn(|request: Request<hyper::body::Incoming>| {
         heads.is_read(id);
-        let (gate, hand_over) = (gate.clone(), hand_over.clone());
+        let head_read = Instant::now();
+        let (gate, desk) = (gate.clone(), desk.clone());
         Box::pin(async move {
             let (head, _) = request.into_parts();
-            match gate.answer(&head, peer.ip()).await {
-                Answer::Respond(mut response) => {
-                    response.headers_mut().insert(http::header::CONNECTION, http::HeaderValue::from_static("close"));
-                    Ok::<Response<Full<Bytes>>, Infallible>(response)
-                }
-                bare => {
-                    let hand_over = hand_over.lock().expect("a few lines").take();
-                    if let Some(hand_over) = hand_over {
-                        // The receiver takes the socket and drops this future with the rest of hyper.
-                        let _ = hand_over.send(bare);
-                    }
-                    std::future::pending().await
-                }
+            let answer = gate.answer(&head, peer.ip()).await;
+            let hand_over = desk.lock().expect("a few lines").answered(&answer, head_read);
+            if let Answer::Respond(mut response, _) = answer {
+                response.headers_mut().insert(http::header::CONNECTION, http::HeaderValue::from_static("close"));
+                return Ok::<Response<Full<Bytes>>, Infallible>(response);
             }
+            if let Some(hand_over) = hand_over {
+                // The receiver takes the socket and drops this future with the rest of hyper.
+                let _ = hand_over.send(answer);
+            }
+            std::future::pending().await
         })
     });
     let mut http = http1::Builder::new();
@@ -220,6 +218,8 @@ async fn connection<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
             if let Err(e) = ended {
                 note_bad_head(&gate, &in_flight, &e);
             }
+            drop(conn);
+            note_refused(&gate, &desk);
             return;
         }
         () = async { late.as_mut().await; in_flight.unread().await } => {
@@ -238,8 +238,37 @@ async fn connection<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
             // A fresh small task: this one has hyper's size.
             tasks.spawn(Driver::new(socket, opened.open, opened.head, &early, in_flight));
         }
-        Answer::Say(bytes) => say_and_end(socket, &bytes, config.close_timeout).await,
-        Answer::Respond(_) => unreachable!("answered by the HTTP library"),
+        Answer::Say(bytes, _) => {
+            say_and_end(socket, &bytes, config.close_timeout, || note_refused(&gate, &desk)).await;
+        }
+        Answer::Respond(..) => unreachable!("answered by the HTTP library"),
+    }
+}
+
+/// What a connection's service and its task share.
+struct Desk {
+    hand_over: Option<oneshot::Sender<Answer>>,
+    /// When the head of a request was here that was refused at once.
+    refused: Option<Instant>,
+}
+
+impl Desk {
+    /// Notes a refusal; gives the way out for what the HTTP library does not answer.
+    fn answered(&mut self, answer: &Answer, head_read: Instant) -> Option<oneshot::Sender<Answer>> {
+        let code = match answer {
+            Answer::Respond(_, code) => *code,
+            Answer::Say(_, code) => Some(*code),
+            Answer::Stream(_) => None,
+        };
+        self.refused = code.filter(|code| code.is_immediate()).map(|_| head_read);
+        self.hand_over.take()
+    }
+}
+
+/// The connection of a refused request is closed: how long did it take?
+fn note_refused(gate: &Gate, desk: &Mutex<Desk>) {
+    if let Some(head_read) = desk.lock().expect("a few lines").refused {
+        gate.metrics.refusal_seconds(head_read.elapsed().as_secs_f64());
     }
 }
 
@@ -253,10 +282,17 @@ fn note_bad_head(gate: &Gate, in_flight: &InFlight, e: &hyper::Error) {
     tracing::debug!(error = %e, was_read = in_flight.heads.was_read(in_flight.id), "connection over");
 }
 
-async fn say_and_end<S: AsyncRead + AsyncWrite + Unpin>(mut socket: S, bytes: &[u8], close_timeout: Duration) {
+/// `ended` is called once our side of the connection is closed.
+async fn say_and_end<S: AsyncRead + AsyncWrite + Unpin>(
+    mut socket: S,
+    bytes: &[u8],
+    close_timeout: Duration,
+    ended: impl FnOnce(),
+) {
     let said = timeout(close_timeout, async {
         socket.write_all(bytes).await?;
         socket.shutdown().await?;
+        ended();
         // Closing with unread bytes would reset what was just said.
         let mut scratch = [0; 512];
         while socket.read(&mut scratch).await? > 0 {}

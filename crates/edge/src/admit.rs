@@ -91,10 +91,10 @@ pub struct Gate {
 
 /// What a connection is to do with its request.
 pub enum Answer {
-    /// An ordinary answer.
-    Respond(Response<Full<Bytes>>),
-    /// These bytes on the bare socket, then the end.
-    Say(Bytes),
+    /// An ordinary answer; a refusal tells its code.
+    Respond(Response<Full<Bytes>>, Option<RefusalCode>),
+    /// A soft refusal: these bytes on the bare socket, then the end.
+    Say(Bytes, RefusalCode),
     /// A session: this head, then its driver.
     Stream(Box<Opened>),
 }
@@ -117,11 +117,11 @@ impl Gate {
         let wire = match head.uri.path() {
             "/v1/ws" => Wire::Ws,
             "/v1/sse" => Wire::Sse,
-            "/v1/client.js" => return Answer::Respond(self.client_js(head, &cors)),
+            "/v1/client.js" => return self.client_js(head, &cors),
             _ => return self.refuse(Refusal::new(RefusalCode::NotFound, "no such path"), None, head, &cors),
         };
         if head.method == Method::OPTIONS {
-            return Answer::Respond(self.config.origin.preflight(&head.headers));
+            return Answer::Respond(self.config.origin.preflight(&head.headers), None);
         }
         let seen = self.config.proxies.seen(peer, None, &head.headers);
         let handshake = match wire {
@@ -286,20 +286,18 @@ impl Gate {
             .as_ref()
             .map_or(Manner::Status, |(wire, _)| reject::manner(&refusal, *wire, head, self.config.refuse));
         match (manner, stream) {
-            (Manner::SoftSse, _) => Answer::Say(reject::soft_sse(&refusal, cors, self.config.planned)),
+            (Manner::SoftSse, _) => Answer::Say(reject::soft_sse(&refusal, cors, self.config.planned), refusal.code),
             (Manner::SoftWs, Some((_, Some(ws)))) => {
                 let after = self.dice.between(Duration::ZERO, Duration::from_secs(5));
-                Answer::Say(reject::soft_ws(&refusal, &ws, cors, after))
+                Answer::Say(reject::soft_ws(&refusal, &ws, cors, after), refusal.code)
             }
-            _ => Answer::Respond(reject::response(&refusal, cors, self.dice.unit())),
+            _ => Answer::Respond(reject::response(&refusal, cors, self.dice.unit()), Some(refusal.code)),
         }
     }
 
-    fn client_js(&self, head: &Parts, cors: &CorsHeaders) -> Response<Full<Bytes>> {
+    fn client_js(&self, head: &Parts, cors: &CorsHeaders) -> Answer {
         if head.method != Method::GET && head.method != Method::HEAD {
-            let refusal = Refusal::new(RefusalCode::MethodNotAllowed, "GET only");
-            self.metrics.refused(refusal.code);
-            return reject::response(&refusal, cors, 0.0);
+            return self.refuse(Refusal::new(RefusalCode::MethodNotAllowed, "GET only"), None, head, cors);
         }
         let mut response = Response::new(Full::new(Bytes::from_static(self.config.client_js.as_bytes())));
         *response.status_mut() = StatusCode::OK;
@@ -308,6 +306,6 @@ impl Gate {
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("public, max-age=300"));
         // A module is fetched with CORS from any page; there is nothing secret in it.
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*"));
-        response
+        Answer::Respond(response, None)
     }
 }

@@ -33,6 +33,20 @@ pub enum RefusalCode {
 }
 
 impl RefusalCode {
+    /// Was it decided without waiting for anybody: the limits, the request itself, the signature?
+    pub fn is_immediate(self) -> bool {
+        // What only Redis, a plugin or the client's own slowness can bring about.
+        !matches!(
+            self,
+            RefusalCode::TokenRevoked
+                | RefusalCode::AuthUnavailable
+                | RefusalCode::Unavailable
+                | RefusalCode::Forbidden
+                | RefusalCode::HeadTimeout
+                | RefusalCode::Internal
+        )
+    }
+
     /// Every code.
     pub const ALL: [RefusalCode; 23] = [
         RefusalCode::BadRequest,

@@ -63,6 +63,7 @@ pub struct Metrics {
     opened: [Vec<Counter>; 2],
     closed: Vec<Counter>,
     refused: Vec<Counter>,
+    refusal: Histogram,
     accept_rate: Float,
     accept_tokens: Float,
     auth: Histogram,
@@ -122,6 +123,12 @@ impl Metrics {
                 "code",
                 &RefusalCode::ALL,
                 RefusalCode::word,
+            ),
+            refusal: add(
+                &mut r,
+                "gateway_refusal_seconds",
+                "Time from a request's head to the end of its connection, of refusals that waited for nobody",
+                Histogram::new(SECONDS),
             ),
             accept_rate: add(
                 &mut r,
@@ -252,6 +259,11 @@ impl Metrics {
     /// A request was refused before a session existed.
     pub fn refused(&self, code: RefusalCode) {
         self.refused[code as usize].inc();
+    }
+
+    /// Seconds from a request's head to the closed connection, of a refusal that waited for nobody.
+    pub fn refusal_seconds(&self, seconds: f64) {
+        self.refusal.observe(seconds);
     }
 
     /// A revocation check was answered.
@@ -398,11 +410,12 @@ where
 mod tests {
     use super::*;
 
-    const FAMILIES: [(&str, &str); 32] = [
+    const FAMILIES: [(&str, &str); 33] = [
         ("gateway_sessions_open", "gauge"),
         ("gateway_sessions_opened_total", "counter"),
         ("gateway_sessions_closed_total", "counter"),
         ("gateway_refused_total", "counter"),
+        ("gateway_refusal_seconds", "histogram"),
         ("gateway_accept_rate", "gauge"),
         ("gateway_accept_tokens", "gauge"),
         ("gateway_auth_seconds", "histogram"),
