@@ -1,5 +1,6 @@
-//! What nodes share: the log, its link, the revocation list. Decides what every backplane must
-//! answer and how a hole is told from the facts of a read. Two real ones exist: `Memory` (one
+//! What nodes share: the log, its link, the revocation list, and what they know of each other
+//! (reports, messages, a user's sessions). Decides what every backplane must answer and how a hole
+//! is told from the facts of a read. Two real ones exist: `Memory` (one
 //! process, a product feature) and Redis (crate `redis-backplane`). `testkit::contract` is the
 //! suite that both must pass.
 //!
@@ -20,6 +21,9 @@ use crate::event::Event;
 
 /// Longest idempotency key in bytes (contract).
 pub const MAX_KEY_BYTES: usize = 128;
+
+/// Longest text that `Backplane::tell` carries, in bytes.
+pub const MAX_TELL_BYTES: usize = 1024 * 1024;
 
 /// One thing to publish. `data` is JSON text, checked at the edge (`Event::check_data`).
 #[derive(Clone, Debug)]
@@ -189,6 +193,16 @@ pub enum FromLink {
     Beacon(EventId),
     /// A revocation made somewhere in the fleet through the gateway's API or Function.
     Revoked(Revocation),
+    /// A text that some node told this one, or all.
+    Told(String),
+    /// A session lost its place among its user's (`Backplane::claim`). Every node hears of every
+    /// one; the one that holds it ends it.
+    Replaced {
+        /// Whose.
+        user: Arc<str>,
+        /// Which.
+        session: Arc<str>,
+    },
 }
 
 /// What a revocation names.
@@ -209,6 +223,49 @@ pub struct Revocation {
     pub key: RevocationKey,
     /// For `Sub`: tokens with `iat` ≤ this Unix time (seconds). Ignored otherwise.
     pub before: u64,
+}
+
+/// A node's word about itself, as the backplane holds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// Whose.
+    pub node: Arc<str>,
+    /// JSON text of the hub's; a backplane does not look into it.
+    pub body: String,
+    /// Since it was written, by the backplane's clock.
+    pub age: Duration,
+}
+
+/// What the backplane knows of the fleet at one instant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fleet {
+    /// By node name; the asker's own included.
+    pub reports: Vec<Report>,
+    /// When the log was born, ms since 1970: no position of it is older. A flushed log is born
+    /// again; 0: it is not born yet.
+    pub birth_ms: u64,
+    /// The backplane's clock, ms since 1970.
+    pub now_ms: u64,
+}
+
+/// One session's claim to a place among its user's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Whose.
+    pub user: Arc<str>,
+    /// Which: not empty, no white space.
+    pub session: Arc<str>,
+    /// The place it was given (`Claimed::since`); `None`: the newest.
+    pub since: Option<u64>,
+}
+
+/// What became of a `Claim`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claimed {
+    /// Its place: µs since 1970 by the backplane's clock, for one user strictly rising.
+    pub since: u64,
+    /// It is itself one too many, and has no place any more.
+    pub replaced: bool,
 }
 
 /// The world shared by all nodes of a fleet. Cheap calls; whatever waits has its own deadline
@@ -244,6 +301,38 @@ pub trait Backplane: Send + Sync + 'static {
 
     /// Writes a revocation and tells every node. Kept for `ttl`.
     fn revoke(&self, revocation: Revocation, ttl: Duration) -> BoxFuture<'_, Result<(), Unavailable>>;
+
+    /// Writes what this node says of itself, and gives what all have said, at one instant. A report
+    /// older than `ttl` is forgotten.
+    fn report(&self, body: String, ttl: Duration) -> BoxFuture<'_, Result<Fleet, Unavailable>>;
+
+    /// Takes this node's report away: it leaves the fleet.
+    fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>>;
+
+    /// Sends a text of at most `MAX_TELL_BYTES` to one node (`to`), or to all, this one too. It
+    /// arrives as `FromLink::Told`, once; it is lost where no such node listens now.
+    ///
+    /// # Errors
+    /// `Unavailable`, also for a longer text. Whether it was sent is then unknown.
+    fn tell(&self, to: Option<Arc<str>>, text: String) -> BoxFuture<'_, Result<(), Unavailable>>;
+
+    /// Gives sessions of this node their places among their users', in this order, and answers in
+    /// this order. Up to some hundreds a call.
+    ///
+    /// A claim without `since` gets the highest place of its user's; one with `since` keeps that
+    /// place (a renewal), or is put back at it (after a flush, or while its node was thought gone).
+    /// If the user then has more than `max` (at least 1), sessions of nodes that are gone go
+    /// without a word; if there are still more, those with the lowest places go, each with a
+    /// `FromLink::Replaced` on every node. A node is gone while its link is down, but never to
+    /// itself. Places end some 10 minutes after the user's last claim: renew them more often.
+    ///
+    /// # Cancel safety
+    /// Whether the claims were made is unknown then. Claiming again drops nobody else; `release`
+    /// gives up what may have been claimed.
+    fn claim(&self, claims: Vec<Claim>, max: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>>;
+
+    /// Gives up the places of sessions of this node, as (user, session). What is not there is no harm.
+    fn release(&self, of: Vec<(Arc<str>, Arc<str>)>) -> BoxFuture<'_, Result<(), Unavailable>>;
 
     /// Is the link up now? For `/readyz` and `gateway_redis_up`.
     fn is_link_up(&self) -> bool;

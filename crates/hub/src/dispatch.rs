@@ -98,6 +98,7 @@ impl Dispatcher {
             FromLink::Lost => self.lost(),
             FromLink::Up(position) => self.up(position),
             FromLink::Revoked(revocation) => self.hub.revoked(&revocation),
+            FromLink::Told(_) | FromLink::Replaced { .. } => {}
         }
     }
 

@@ -1,5 +1,6 @@
 //! The backplane without Redis: one process, everything works. Decides what Redis would: ids, what
-//! is kept, what a read answers (`memory::log`), and here what each node hears over its link, in
+//! is kept, what a read answers (`memory::log`), who is in the fleet and whose session is one too
+//! many (`memory::fleet`), and here what each node hears over its link, in
 //! which order, and when a link is lost. The twin of crate `redis-backplane`; both pass
 //! `testkit::contract`.
 //!
@@ -8,6 +9,7 @@
 //!
 //! Deliberately absent: anything that survives the process.
 
+mod fleet;
 mod log;
 
 use std::collections::{HashSet, VecDeque};
@@ -19,9 +21,11 @@ use slab::Slab;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::AbortHandle;
 
+use self::fleet::FleetState;
 use self::log::Log;
 use crate::backplane::{
-    Backplane, FromLink, Publish, Published, Read, ReadAsk, Revocation, RevocationKey, Unavailable,
+    Backplane, Claim, Claimed, Fleet, FromLink, MAX_TELL_BYTES, Publish, Published, Read, ReadAsk, Revocation,
+    RevocationKey, Unavailable,
 };
 use crate::channel::Channel;
 use crate::clock::{Clock, Dice};
@@ -65,11 +69,13 @@ pub struct MemoryLog {
 
 struct Inner {
     log: Log,
+    fleet: FleetState,
     nodes: Slab<Node>,
 }
 
 /// One node's side of the log.
 struct Node {
+    name: Arc<str>,
     wanted: HashSet<Channel>,
     link: Link,
     is_reachable: bool,
@@ -96,13 +102,16 @@ impl MemoryLog {
     pub fn new(config: MemoryConfig, clock: Clock, dice: Dice) -> Arc<Self> {
         let tag = draw_tag(&dice, |tag| tag != 0);
         let log = Log::born(config, now_ms(&clock), tag);
-        Arc::new(Self { config, clock, dice, inner: Mutex::new(Inner { log, nodes: Slab::new() }) })
+        let inner = Inner { log, fleet: FleetState::default(), nodes: Slab::new() };
+        Arc::new(Self { config, clock, dice, inner: Mutex::new(inner) })
     }
 
     /// A further node on this log. It leaves the log when it is dropped.
     pub fn node(self: &Arc<Self>, name: &str) -> Arc<Memory> {
         let wake = Arc::new(Notify::new());
+        let name: Arc<str> = name.into();
         let node = Node {
+            name: name.clone(),
             wanted: HashSet::new(),
             link: Link::Untaken,
             is_reachable: true,
@@ -111,7 +120,7 @@ impl MemoryLog {
             wake: wake.clone(),
         };
         let slot = self.lock().nodes.insert(node);
-        Arc::new(Memory { name: name.into(), log: self.clone(), slot, wake, pump: Mutex::new(None) })
+        Arc::new(Memory { name, log: self.clone(), slot, wake, pump: Mutex::new(None) })
     }
 
     /// For tests: everything is forgotten under the open links, as by `FLUSHALL`.
@@ -119,6 +128,7 @@ impl MemoryLog {
         let mut inner = self.lock();
         let tag = draw_tag(&self.dice, |tag| inner.log.is_free(tag));
         inner.log = Log::born(self.config, now_ms(&self.clock), tag);
+        inner.fleet = FleetState::default();
     }
 
     /// For tests: a restart of the server. Every link that was up is lost and comes back.
@@ -126,7 +136,7 @@ impl MemoryLog {
         let mut inner = self.lock();
         let tag = draw_tag(&self.dice, |tag| inner.log.is_free(tag));
         inner.log.reborn(now_ms(&self.clock), tag, restart);
-        let Inner { log, nodes } = &mut *inner;
+        let Inner { log, nodes, .. } = &mut *inner;
         for (_, node) in nodes.iter_mut().filter(|(_, node)| node.link == Link::Up) {
             node.lose(Link::Cut);
             node.connect(log);
@@ -144,7 +154,11 @@ impl Node {
         if self.link != Link::Up {
             return;
         }
-        let data = if let FromLink::Event(event) = &message { event.data.len() } else { 0 };
+        let data = match &message {
+            FromLink::Event(event) => event.data.len(),
+            FromLink::Told(text) => text.len(),
+            _ => 0,
+        };
         let cost = data + MESSAGE_COST;
         if self.queued_bytes + cost > MAX_LINK_BYTES {
             self.lose(Link::Overflowed);
@@ -177,6 +191,11 @@ impl Node {
         self.queue.extend(self.wanted.iter().map(|channel| (FromLink::Confirmed(channel.clone()), 0)));
         self.queue.push_back((FromLink::Up(log.position()), 0));
         self.wake.notify_one();
+    }
+
+    /// As the others see it: its beacon is listened for.
+    fn is_there(&self) -> bool {
+        matches!(self.link, Link::Untaken | Link::Up)
     }
 
     fn beacon(&mut self, log: &Log) {
@@ -240,7 +259,7 @@ impl Memory {
 
     fn with<T>(&self, call: impl FnOnce(&mut Node, &mut Log) -> T) -> T {
         let mut inner = self.log.lock();
-        let Inner { log, nodes } = &mut *inner;
+        let Inner { log, nodes, .. } = &mut *inner;
         call(&mut nodes[self.slot], log)
     }
 
@@ -304,6 +323,7 @@ impl Backplane for Memory {
             log.age(now_ms);
             node.beacon(log);
         });
+        self.log.lock().fleet.sweep(now_ms);
     }
 
     fn relink(&self) {
@@ -348,6 +368,60 @@ impl Backplane for Memory {
         })
     }
 
+    fn report(&self, body: String, ttl: Duration) -> BoxFuture<'_, Result<Fleet, Unavailable>> {
+        Box::pin(async move {
+            self.call(|inner, now_ms| Fleet {
+                reports: inner.fleet.report(now_ms, &self.name, body, ttl),
+                birth_ms: inner.log.birth_ms(),
+                now_ms,
+            })
+        })
+    }
+
+    fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(async move { self.call(|inner, _| inner.fleet.retire(&self.name)) })
+    }
+
+    fn tell(&self, to: Option<Arc<str>>, text: String) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(async move {
+            if text.len() > MAX_TELL_BYTES {
+                return Err(Unavailable(format!("a text has at most {MAX_TELL_BYTES} bytes")));
+            }
+            self.call(|inner, _| {
+                for (_, node) in &mut inner.nodes {
+                    if to.as_ref().is_none_or(|to| *to == node.name) {
+                        node.push(FromLink::Told(text.clone()));
+                    }
+                }
+            })
+        })
+    }
+
+    fn claim(&self, claims: Vec<Claim>, max: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>> {
+        Box::pin(async move {
+            let now = self.log.clock.unix();
+            let claimed = self.call(|Inner { fleet, nodes, .. }, _| {
+                let is_there = |name: &str| nodes.iter().any(|(_, node)| *node.name == *name && node.is_there());
+                let settled = fleet.claim(now, &self.name, &claims, max, is_there);
+                for (user, session) in settled.replaced {
+                    for (_, node) in nodes.iter_mut() {
+                        node.push(FromLink::Replaced { user: user.clone(), session: session.clone() });
+                    }
+                }
+                settled.claimed
+            })?;
+            // As in `publish`: a storm of claims must leave the others a turn.
+            tokio::task::coop::consume_budget().await;
+            Ok(claimed)
+        })
+    }
+
+    fn release(&self, of: Vec<(Arc<str>, Arc<str>)>) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(async move {
+            self.call(|inner, _| of.iter().for_each(|(user, session)| inner.fleet.release(&self.name, user, session)))
+        })
+    }
+
     fn is_link_up(&self) -> bool {
         self.with(|node, _| node.link == Link::Up)
     }
@@ -369,7 +443,7 @@ async fn pump(log: Arc<MemoryLog>, slot: usize, wake: Arc<Notify>, ahead: mpsc::
     // The node may be gone, and its slot another's already.
     let of_node = |call: &mut dyn FnMut(&mut Node, &Log) -> Option<FromLink>| {
         let mut inner = log.lock();
-        let Inner { log, nodes } = &mut *inner;
+        let Inner { log, nodes, .. } = &mut *inner;
         let node = nodes.get_mut(slot).filter(|node| Arc::ptr_eq(&node.wake, &wake))?;
         call(node, log)
     };
@@ -404,7 +478,11 @@ fn draw_tag(dice: &Dice, is_free: impl Fn(u16) -> bool) -> u16 {
 }
 
 fn now_ms(clock: &Clock) -> u64 {
-    u64::try_from(clock.unix().as_millis()).unwrap_or(u64::MAX)
+    ms(clock.unix())
+}
+
+fn ms(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

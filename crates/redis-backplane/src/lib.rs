@@ -28,7 +28,8 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use hub::backplane::{
-    Backplane, From as Since, FromLink, Publish, Published, Read, ReadAsk, Revocation, RevocationKey, Unavailable,
+    Backplane, Claim, Claimed, Fleet, From as Since, FromLink, Publish, Published, Read, ReadAsk, Revocation,
+    RevocationKey, Unavailable,
 };
 use hub::channel::Channel;
 use hub::clock::Dice;
@@ -336,6 +337,26 @@ impl Backplane for RedisBackplane {
             let cmd = revocation::revoke_cmd(&self.log, &revocation, ttl);
             self.bounded(|| self.revocation.call(&cmd, Again::Once)).await
         })
+    }
+
+    fn report(&self, _: String, _: Duration) -> BoxFuture<'_, Result<Fleet, Unavailable>> {
+        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
+    }
+
+    fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
+    }
+
+    fn tell(&self, _: Option<Arc<str>>, _: String) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
+    }
+
+    fn claim(&self, _: Vec<Claim>, _: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>> {
+        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
+    }
+
+    fn release(&self, _: Vec<(Arc<str>, Arc<str>)>) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
     }
 
     fn is_link_up(&self) -> bool {

@@ -5,7 +5,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use hub::backplane::{Backplane, FromLink, Publish, Published, Read, ReadAsk, Revocation, RevocationKey, Unavailable};
+use hub::backplane::{
+    Backplane, Claim, Claimed, Fleet, FromLink, Publish, Published, Read, ReadAsk, Revocation, RevocationKey,
+    Unavailable,
+};
 use hub::channel::Channel;
 use tokio::sync::{Semaphore, mpsc, watch};
 
@@ -20,7 +23,20 @@ pub enum Call {
     Revocations,
     /// `Backplane::revoke`
     Revoke,
+    /// `Backplane::report`
+    Report,
+    /// `Backplane::retire`
+    Retire,
+    /// `Backplane::tell`
+    Tell,
+    /// `Backplane::claim`
+    Claim,
+    /// `Backplane::release`
+    Release,
 }
+
+/// How many kinds of calls there are.
+const CALLS: usize = Call::Release as usize + 1;
 
 /// How a call comes to be `Unavailable`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +62,7 @@ struct Gate {
 /// `B` with faults on demand. None at first.
 pub struct Faulty<B: Backplane + ?Sized> {
     inner: Arc<B>,
-    rules: Mutex<[Rule; 4]>,
+    rules: Mutex<[Rule; CALLS]>,
 }
 
 impl<B: Backplane + ?Sized> Faulty<B> {
@@ -173,6 +189,26 @@ impl<B: Backplane + ?Sized> Backplane for Faulty<B> {
 
     fn revoke(&self, revocation: Revocation, ttl: Duration) -> BoxFuture<'_, Result<(), Unavailable>> {
         Box::pin(self.through(Call::Revoke, self.inner.revoke(revocation, ttl)))
+    }
+
+    fn report(&self, body: String, ttl: Duration) -> BoxFuture<'_, Result<Fleet, Unavailable>> {
+        Box::pin(self.through(Call::Report, self.inner.report(body, ttl)))
+    }
+
+    fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(self.through(Call::Retire, self.inner.retire()))
+    }
+
+    fn tell(&self, to: Option<Arc<str>>, text: String) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(self.through(Call::Tell, self.inner.tell(to, text)))
+    }
+
+    fn claim(&self, claims: Vec<Claim>, max: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>> {
+        Box::pin(self.through(Call::Claim, self.inner.claim(claims, max)))
+    }
+
+    fn release(&self, of: Vec<(Arc<str>, Arc<str>)>) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(self.through(Call::Release, self.inner.release(of)))
     }
 
     fn is_link_up(&self) -> bool {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::{MemoryConfig, Restart};
+use super::{MemoryConfig, Restart, ms};
 use crate::backplane::{Facts, From, GapReason, Publish, Published, Read, ReadAsk, Revocation, RevocationKey};
 use crate::channel::{Channel, EventName};
 use crate::cursor::EventId;
@@ -41,6 +41,8 @@ struct Stream {
 /// One life of the log and what it remembers of earlier ones.
 pub(super) struct Log {
     config: MemoryConfig,
+    /// When it was born, ms since 1970; a restart is no birth.
+    birth_ms: u64,
     /// The highest id given; a born log has one even if nothing was published.
     last: EventId,
     /// The incarnation in force; 0 is never one, so `EventId::ZERO` is of no log.
@@ -73,6 +75,7 @@ impl Log {
         let start = EventId::ZERO.next(now_ms, tag);
         Self {
             config,
+            birth_ms: start.ms,
             last: start,
             tag,
             start,
@@ -116,6 +119,11 @@ impl Log {
         if now_ms.saturating_sub(self.last.ms) >= quiet_ms {
             self.last = self.last.next(now_ms, self.tag);
         }
+    }
+
+    /// When it was born, ms since 1970.
+    pub(super) fn birth_ms(&self) -> u64 {
+        self.birth_ms
     }
 
     /// The highest id given.
@@ -346,8 +354,4 @@ impl Log {
         assert_eq!(self.revoked.len(), self.revoked_by_age.len());
         (self.streams.len(), self.keys.len(), self.revoked.len())
     }
-}
-
-fn ms(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -7,7 +7,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use hub::backplane::{Backplane, FromLink, Publish, Published, Read, ReadAsk, Revocation, RevocationKey, Unavailable};
+use hub::backplane::{
+    Backplane, Claim, Claimed, Fleet, FromLink, Publish, Published, Read, ReadAsk, Revocation, RevocationKey,
+    Unavailable,
+};
 use hub::channel::Channel;
 use tokio::sync::{Notify, mpsc};
 
@@ -133,6 +136,26 @@ impl<B: Backplane + ?Sized> Backplane for Line<B> {
 
     fn revoke(&self, revocation: Revocation, ttl: Duration) -> BoxFuture<'_, Result<(), Unavailable>> {
         self.inner.revoke(revocation, ttl)
+    }
+
+    fn report(&self, body: String, ttl: Duration) -> BoxFuture<'_, Result<Fleet, Unavailable>> {
+        self.inner.report(body, ttl)
+    }
+
+    fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
+        self.inner.retire()
+    }
+
+    fn tell(&self, to: Option<Arc<str>>, text: String) -> BoxFuture<'_, Result<(), Unavailable>> {
+        self.inner.tell(to, text)
+    }
+
+    fn claim(&self, claims: Vec<Claim>, max: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>> {
+        self.inner.claim(claims, max)
+    }
+
+    fn release(&self, of: Vec<(Arc<str>, Arc<str>)>) -> BoxFuture<'_, Result<(), Unavailable>> {
+        self.inner.release(of)
     }
 
     fn is_link_up(&self) -> bool {
