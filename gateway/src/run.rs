@@ -247,7 +247,7 @@ impl Node {
         capacity: usize,
     ) -> Result<Self, RunError> {
         let verifier = Arc::new(Verifier::new(settings::auth(config)?)?);
-        let revocations = Arc::new(Revocations::new(backplane.clone(), settings::revocation(config)));
+        let revocations = Arc::new(Revocations::new(backplane.clone(), settings::revocation(config), metrics.clone()));
         let hub = Hub::new(Parts {
             config: settings::hub(config, capacity),
             backplane,

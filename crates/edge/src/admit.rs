@@ -21,7 +21,7 @@ use hub::limit::{AcceptBucket, AddressBuckets, Capacity, Seat, is_local};
 use hub::plugin::{Admission, Ask, Plugins};
 use hub::refusal::{Refusal, RefusalCode};
 use hub::revocation::{CheckOutcome, Revocations, WhenUnavailable};
-use hub::telemetry::{Metrics, RevocationSource};
+use hub::telemetry::Metrics;
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
@@ -229,15 +229,7 @@ impl Gate {
     }
 
     async fn ask_revocations(&self, identity: &Identity, deadline: Instant) -> Result<(), Refusal> {
-        let outcome = timeout_at(deadline, self.revocations.check(identity)).await.unwrap_or(CheckOutcome::Unavailable);
-        let needs_none = identity.jti.is_none() && identity.sid.is_none() && identity.user.is_none();
-        self.metrics.revocation_checked(match outcome {
-            _ if needs_none => RevocationSource::Unneeded,
-            CheckOutcome::Unavailable => RevocationSource::Unavailable,
-            _ if self.revocations.is_seen(identity) => RevocationSource::Local,
-            _ => RevocationSource::Redis,
-        });
-        match outcome {
+        match self.revocations.check_by(identity, deadline).await {
             CheckOutcome::Good => Ok(()),
             CheckOutcome::Revoked => Err(Refusal::new(RefusalCode::TokenRevoked, "the token was revoked")),
             CheckOutcome::Unavailable if self.revocations.when_unavailable() == WhenUnavailable::Allow => Ok(()),

@@ -15,7 +15,7 @@ mod tests;
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -27,6 +27,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::auth::Identity;
 use crate::backplane::{Backplane, Revocation, RevocationKey, Unavailable};
 use crate::limit::{Capacity, Seat};
+use crate::telemetry::{Metrics, RevocationSource};
 
 /// Most checks that wait at one time, in the queue and in flight. At 100 to 1000 admissions a
 /// second and a deadline of 1 s it is never reached but by a fault.
@@ -71,31 +72,6 @@ pub enum CheckOutcome {
     Unavailable,
 }
 
-/// Who answered. What the metric calls it is `telemetry::RevocationSource`'s.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum CheckSource {
-    /// Nothing to ask, or seen by this node.
-    Local,
-    /// The backplane.
-    Backplane,
-    /// Nobody.
-    Nobody,
-}
-
-impl CheckSource {
-    /// Every source.
-    pub const ALL: [CheckSource; 3] = [CheckSource::Local, CheckSource::Backplane, CheckSource::Nobody];
-
-    /// The label.
-    pub fn word(self) -> &'static str {
-        match self {
-            CheckSource::Local => "local",
-            CheckSource::Backplane => "backplane",
-            CheckSource::Nobody => "nobody",
-        }
-    }
-}
-
 type Answers = Vec<Option<String>>;
 
 /// One check's question. Dropped with its seat when it was answered or its asker is gone.
@@ -113,14 +89,14 @@ pub struct Revocations {
     questions: mpsc::Sender<Question>,
     list: Arc<List>,
     seen: Seen,
-    n_checks: [AtomicU64; 3],
+    metrics: Arc<Metrics>,
     is_oddity_told: AtomicBool,
     _asking: AbortOnDropHandle<()>,
 }
 
 impl Revocations {
     /// Starts the task that asks; call it inside a tokio runtime.
-    pub fn new(backplane: Arc<dyn Backplane>, config: RevocationConfig) -> Self {
+    pub fn new(backplane: Arc<dyn Backplane>, config: RevocationConfig, metrics: Arc<Metrics>) -> Self {
         let (questions, asked) = mpsc::channel(MAX_WAITING);
         let list = Arc::new(List { backplane, deadline: config.deadline, is_away: AtomicBool::new(false) });
         let asking = tokio::spawn(ask_in_batches(list.clone(), asked));
@@ -130,37 +106,45 @@ impl Revocations {
             questions,
             list,
             seen: Seen::new(MAX_REMEMBERED, config.remember),
-            n_checks: Default::default(),
+            metrics,
             is_oddity_told: AtomicBool::new(false),
             _asking: AbortOnDropHandle::new(asking),
         }
     }
 
-    /// Asks whether `who` was revoked; answers within the deadline. Over `MAX_WAITING` checks at
+    /// `check_by` within the configured deadline.
+    pub async fn check(&self, who: &Identity) -> CheckOutcome {
+        self.check_by(who, Instant::now() + self.config.deadline).await
+    }
+
+    /// Asks whether `who` was revoked; answers by `deadline`. Over `MAX_WAITING` checks at
     /// one time the answer is `Unavailable` at once. An identity without `sub`, `jti` and `sid`
-    /// needs no question.
+    /// needs no question. Counts in `gateway_revocation_checks_total` who could answer.
     ///
     /// Between this answer and the moment at which the session is registered a revocation may
     /// arrive: ask `is_seen` once more after that moment.
     ///
     /// # Cancel safety
     /// Dropping the future takes the question back; nobody else's answer changes.
-    pub async fn check(&self, who: &Identity) -> CheckOutcome {
+    pub async fn check_by(&self, who: &Identity, deadline: Instant) -> CheckOutcome {
+        let (outcome, source) = self.look_up(who, deadline).await;
+        self.metrics.revocation_checked(source);
+        outcome
+    }
+
+    async fn look_up(&self, who: &Identity, deadline: Instant) -> (CheckOutcome, RevocationSource) {
         let keys = keys_of(who);
         if keys.is_empty() {
-            return self.count(CheckSource::Local, CheckOutcome::Good);
+            return (CheckOutcome::Good, RevocationSource::Unneeded);
         }
         let asked_at = Instant::now();
         if self.seen.is_fresh(&keys, who, asked_at) {
-            return self.count(CheckSource::Local, CheckOutcome::Revoked);
+            return (CheckOutcome::Revoked, RevocationSource::Local);
         }
-        match self.ask(keys.clone(), asked_at + self.config.deadline).await {
-            Some(answers) => {
-                let outcome = self.judge(who, &keys, &answers, asked_at);
-                self.count(CheckSource::Backplane, outcome)
-            }
-            None if self.seen.is_any(&keys, who) => self.count(CheckSource::Local, CheckOutcome::Revoked),
-            None => self.count(CheckSource::Nobody, CheckOutcome::Unavailable),
+        match self.ask(keys.clone(), deadline).await {
+            Some(answers) => (self.judge(who, &keys, &answers, asked_at), RevocationSource::Redis),
+            None if self.seen.is_any(&keys, who) => (CheckOutcome::Revoked, RevocationSource::Local),
+            None => (CheckOutcome::Unavailable, RevocationSource::Unavailable),
         }
     }
 
@@ -193,11 +177,6 @@ impl Revocations {
     /// What to do at `CheckOutcome::Unavailable`.
     pub fn when_unavailable(&self) -> WhenUnavailable {
         self.config.when_unavailable
-    }
-
-    /// Checks so far that were answered by `source`.
-    pub fn n_checks(&self, source: CheckSource) -> u64 {
-        self.n_checks[source as usize].load(Ordering::Relaxed)
     }
 
     /// Checks that wait now.
@@ -261,11 +240,6 @@ impl Revocations {
                 Some(issued_at)
             }
         }
-    }
-
-    fn count(&self, source: CheckSource, outcome: CheckOutcome) -> CheckOutcome {
-        self.n_checks[source as usize].fetch_add(1, Ordering::Relaxed);
-        outcome
     }
 }
 

@@ -449,7 +449,7 @@ impl Node {
         let backplane: Arc<dyn Backplane> = faults.clone();
         let metrics = Metrics::new("simulated");
         let verifier = Arc::new(Verifier::new(auth_config()).expect("the secret is long enough"));
-        let revocations = Arc::new(Revocations::new(backplane.clone(), revocation_config()));
+        let revocations = Arc::new(Revocations::new(backplane.clone(), revocation_config(), metrics.clone()));
         let hub = Hub::new(Parts {
             config: hub_config(config, name),
             backplane,

@@ -91,13 +91,14 @@ fn node() -> Node {
         drain: DrainConfig { grace: secs(5), window: Window::Auto, deadline: secs(120), takes_per_second: 50.0 },
         session,
     };
+    let metrics = Metrics::new("1.2.3");
     let hub = Hub::new(Parts {
         config,
         backplane: memory.clone(),
         verifier: Arc::new(verifier.unwrap()),
-        revocations: Arc::new(Revocations::new(memory.clone(), revocation)),
+        revocations: Arc::new(Revocations::new(memory.clone(), revocation, metrics.clone())),
         plugins: Plugins::new().with(Picky),
-        metrics: Metrics::new("1.2.3"),
+        metrics,
         clock: clock.clone(),
         dice: dice.clone(),
     });

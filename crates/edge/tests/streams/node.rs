@@ -127,8 +127,8 @@ impl Node {
         let verifier = Arc::new(verifier.unwrap());
         let revocation =
             RevocationConfig { when_unavailable: WhenUnavailable::Refuse, deadline: secs(1), remember: secs(60) };
-        let revocations = Arc::new(Revocations::new(memory.clone(), revocation));
         let metrics = Metrics::new("0.0.0");
+        let revocations = Arc::new(Revocations::new(memory.clone(), revocation, metrics.clone()));
         let capacity = settings.hub.capacity;
         let auth_timeout = settings.hub.auth_timeout;
         let hub = Hub::new(Parts {
