@@ -13,6 +13,7 @@ use serde_json::value::RawValue;
 use tokio::time::{Instant, timeout_at};
 
 use crate::attach;
+use crate::auth::{Denied, Identity};
 use crate::channel::Channel;
 use crate::close::{CloseReason, Violation};
 use crate::cursor::Since;
@@ -20,6 +21,7 @@ use crate::event::frame;
 use crate::hub::Hub;
 use crate::message::{self, ErrorCode, Unsubscribed};
 use crate::plugin::{Admission, Inbound, Received};
+use crate::refusal::RefusalCode;
 use crate::revocation::CheckOutcome;
 use crate::session::{Flood, Held, Session, Stage};
 
@@ -299,43 +301,76 @@ async fn join(hub: &Arc<Hub>, session: &Arc<Session>, ask: &ChannelAsk, since: S
     }
 }
 
+/// Answered at once unless the keys must be fetched or the revocation list be asked.
 fn auth(hub: &Arc<Hub>, session: &Arc<Session>, reference: Option<&RawValue>, token: &str) {
-    let identity = match hub.verifier.verify(token, hub.clock.unix()) {
-        Ok(identity) => identity,
-        Err(denied) => {
-            let code = match denied.code() {
-                crate::refusal::RefusalCode::TokenExpired => ErrorCode::TokenExpired,
-                _ => ErrorCode::TokenInvalid,
-            };
-            return say_error(session, reference, code, denied.detail(), None);
-        }
-    };
-    if identity.user != session.info.identity.user {
-        return say_error(session, reference, ErrorCode::TokenInvalid, "the token is of another sub", None);
-    }
+    // In the order in which they came: a later one that is found good earlier stays in force.
     let turn = {
         let mut state = session.lock();
         state.n_auths += 1;
         state.n_auths
     };
+    let verified = match hub.verifier.verify(token, hub.clock.unix()) {
+        Ok(identity) if !is_same_user(session, &identity) => return say_another_sub(session, reference),
+        Err(denied) if denied != Denied::UnknownKey => return say_denied(session, reference, denied),
+        verified => verified.map_err(|_| token.to_owned()),
+    };
     let (hub, session) = (hub.clone(), session.clone());
     let reference = reference.map(ToOwned::to_owned);
     hub.tasks.clone().spawn(async move {
         let reference = reference.as_deref();
-        match hub.revocations.check(&identity).await {
-            CheckOutcome::Revoked => {
-                say_error(&session, reference, ErrorCode::TokenRevoked, "the token was revoked", None)
+        let identity = match verified {
+            Ok(identity) => Ok(identity),
+            Err(token) => {
+                let deadline = Instant::now() + hub.config.auth_timeout;
+                hub.verifier.authenticate(&token, &hub.clock, deadline).await
             }
-            CheckOutcome::Unavailable => {
-                say_error(&session, reference, ErrorCode::Unavailable, "the revocation list cannot be read now", None);
+        };
+        match identity {
+            Ok(identity) if is_same_user(&session, &identity) => {
+                take_over(&hub, &session, reference, &identity, turn).await;
             }
-            CheckOutcome::Good => {
-                hub.replace_identity(&session, &identity, turn);
-                let position = hub.session_position(&session);
-                session.say(&message::ok(reference, None, None, position));
-            }
+            Ok(_) => say_another_sub(&session, reference),
+            Err(denied) => say_denied(&session, reference, denied),
         }
     });
+}
+
+fn is_same_user(session: &Session, identity: &Identity) -> bool {
+    identity.user == session.info.identity.user
+}
+
+fn say_another_sub(session: &Session, reference: Option<&RawValue>) {
+    say_error(session, reference, ErrorCode::TokenInvalid, "the token is of another sub", None);
+}
+
+fn say_denied(session: &Session, reference: Option<&RawValue>, denied: Denied) {
+    let code = match denied.code() {
+        RefusalCode::TokenExpired => ErrorCode::TokenExpired,
+        RefusalCode::AuthUnavailable => ErrorCode::Unavailable,
+        _ => ErrorCode::TokenInvalid,
+    };
+    say_error(session, reference, code, denied.detail(), None);
+}
+
+/// Puts a verified identity in the place of the session's, unless it was revoked.
+async fn take_over(
+    hub: &Arc<Hub>,
+    session: &Arc<Session>,
+    reference: Option<&RawValue>,
+    identity: &Arc<Identity>,
+    turn: u32,
+) {
+    match hub.revocations.check(identity).await {
+        CheckOutcome::Revoked => say_error(session, reference, ErrorCode::TokenRevoked, "the token was revoked", None),
+        CheckOutcome::Unavailable => {
+            say_error(session, reference, ErrorCode::Unavailable, "the revocation list cannot be read now", None);
+        }
+        CheckOutcome::Good => {
+            hub.replace_identity(session, identity, turn);
+            let position = hub.session_position(session);
+            session.say(&message::ok(reference, None, None, position));
+        }
+    }
 }
 
 /// Takes away what the session's identity no longer grants.

@@ -12,7 +12,7 @@ use aws_lc_rs::signature::{self, ParsedPublicKey};
 use base64::Engine;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
 use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, KeyOperations, PublicKeyUse};
-use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey};
+use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey, DecodingKeyKind};
 use serde::Deserialize;
 
 /// Shortest HMAC secret in bytes: RFC 7518 §3.2 asks for at least the hash's size, 32 for HS256.
@@ -26,6 +26,12 @@ const MAX_KEYS: usize = 64;
 
 /// Most signature checks for a token that names no `kid`.
 const MAX_TRIES: usize = 8;
+
+/// What a set is, in an error about it.
+const JWKS: &str = "a JWKS, which holds public keys";
+
+/// Why a token is refused that no key is at hand for.
+pub(super) const NO_KEY_FITS: &str = "no key fits the token's algorithm and kid";
 
 /// Bytes that no log ever shows.
 #[derive(Clone, PartialEq, Eq)]
@@ -82,6 +88,9 @@ pub enum KeySource {
     PublicKeyPem(Vec<u8>),
     /// The text of a JSON Web Key Set.
     Jwks(String),
+    /// A JSON Web Key Set that is yet to be fetched; only for `Verifier::refreshed`. No token is
+    /// good before it came.
+    Awaited,
 }
 
 /// The keys cannot be used; the operator must mend the configuration.
@@ -142,7 +151,11 @@ pub enum KeyError {
 }
 
 /// The keys in force.
-pub(super) struct KeySet(Vec<Key>);
+pub(super) struct KeySet {
+    keys: Vec<Key>,
+    /// The algorithms that count; `None`: all that fit a key.
+    wanted: Option<Vec<Algorithm>>,
+}
 
 struct Key {
     kid: Option<String>,
@@ -152,8 +165,18 @@ struct Key {
 
 impl std::fmt::Debug for KeySet {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_list().entries(self.0.iter().map(|key| &key.algorithms)).finish()
+        f.debug_list().entries(self.keys.iter().map(|key| &key.algorithms)).finish()
     }
+}
+
+/// Why a token is not known to be signed.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Unsigned {
+    /// No key that a set could hold will change it. One sentence.
+    Ever(&'static str),
+    /// No key of this set has its `kid`, or it names none and none has signed it; another set may
+    /// have the key. Holds the token's payload, which proves nothing.
+    ByThese(Vec<u8>),
 }
 
 /// What we read of a token's header.
@@ -177,7 +200,8 @@ impl KeySet {
         let (keys, what) = match source {
             KeySource::Secret(secret) => (vec![secret_key(secret)?], "an HMAC secret"),
             KeySource::PublicKeyPem(pem) => (pem_keys(pem)?, "the public key"),
-            KeySource::Jwks(text) => (jwks_keys(text)?, "a JWKS, which holds public keys"),
+            KeySource::Jwks(text) => (jwks_keys(text)?, JWKS),
+            KeySource::Awaited => (Vec::new(), JWKS),
         };
         if keys.len() > MAX_KEYS {
             return Err(KeyError::TooManyKeys { n_keys: keys.len() });
@@ -185,7 +209,7 @@ impl KeySet {
         for &algorithm in wanted.unwrap_or_default() {
             // The keys of a set change while the process runs; only what no set could hold is wrong.
             let fits = match source {
-                KeySource::Jwks(_) => algorithm.family() != AlgorithmFamily::Hmac,
+                KeySource::Jwks(_) | KeySource::Awaited => algorithm.family() != AlgorithmFamily::Hmac,
                 _ => keys.iter().any(|key| key.algorithms.contains(&algorithm)),
             };
             if !fits {
@@ -193,44 +217,69 @@ impl KeySet {
             }
         }
         let keys: Vec<Key> = keys.into_iter().filter_map(|key| key.limited_to(wanted)).collect();
-        if keys.is_empty() {
+        if keys.is_empty() && !matches!(source, KeySource::Awaited) {
             return Err(KeyError::NoUsableKey);
         }
-        Ok(Self(keys))
+        Ok(Self { keys, wanted: wanted.map(<[_]>::to_vec) })
+    }
+
+    /// How many keys are in force.
+    pub(super) fn n_keys(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// The same keys for the same tokens, in whatever order.
+    pub(super) fn is_same(&self, other: &KeySet) -> bool {
+        let is_within = |a: &[Key], b: &[Key]| a.iter().all(|key| b.iter().any(|other| key.is_same(other)));
+        is_within(&self.keys, &other.keys) && is_within(&other.keys, &self.keys)
     }
 
     /// The payload of a token that one of the keys has signed.
     ///
     /// # Errors
-    /// One sentence: why it is none.
-    pub(super) fn payload(&self, token: &str) -> Result<Vec<u8>, &'static str> {
-        const SHAPE: &str = "the token is no JWT";
+    /// `Unsigned`: why it is none.
+    pub(super) fn payload(&self, token: &str) -> Result<Vec<u8>, Unsigned> {
+        const SHAPE: Unsigned = Unsigned::Ever("the token is no JWT");
         let (message, signature) = token.rsplit_once('.').ok_or(SHAPE)?;
         let (head, payload) = message.split_once('.').ok_or(SHAPE)?;
         if payload.contains('.') || signature.is_empty() {
             return Err(SHAPE);
         }
         let head = URL_SAFE_NO_PAD.decode(head).map_err(|_| SHAPE)?;
-        let head: Head = serde_json::from_slice(&head).map_err(|_| "the token's header is malformed")?;
+        let head: Head =
+            serde_json::from_slice(&head).map_err(|_| Unsigned::Ever("the token's header is malformed"))?;
         if head.crit.is_some() {
-            return Err("the token asks for an extension that is not supported (crit)");
+            return Err(Unsigned::Ever("the token asks for an extension that is not supported (crit)"));
         }
         // Names are exact: `none`, `None` and whatever else is not in the list have no key.
-        let algorithm: Algorithm = head.alg.parse().map_err(|_| "the token's algorithm is not accepted")?;
+        let algorithm: Algorithm =
+            head.alg.parse().map_err(|_| Unsigned::Ever("the token's algorithm is not accepted"))?;
+        let decode = || URL_SAFE_NO_PAD.decode(payload).map_err(|_| SHAPE);
         let mut is_known = false;
         for key in self.candidates(algorithm, head.kid.as_deref()) {
             is_known = true;
             if jsonwebtoken::crypto::verify(signature, message.as_bytes(), &key.verifying, algorithm) == Ok(true) {
-                return URL_SAFE_NO_PAD.decode(payload).map_err(|_| SHAPE);
+                return decode();
             }
         }
-        Err(if is_known { "the token's signature does not match" } else { "no key fits the token's algorithm and kid" })
+        if self.may_miss(algorithm, head.kid.as_deref()) {
+            return Err(Unsigned::ByThese(decode()?));
+        }
+        Err(Unsigned::Ever(if is_known { "the token's signature does not match" } else { NO_KEY_FITS }))
+    }
+
+    /// Could a newer set hold the key of a token that none of these has signed? Not where one of
+    /// these bears its `kid`: an issuer names a new key anew.
+    fn may_miss(&self, algorithm: Algorithm, kid: Option<&str>) -> bool {
+        algorithm.family() != AlgorithmFamily::Hmac
+            && self.wanted.as_ref().is_none_or(|wanted| wanted.contains(&algorithm))
+            && kid.is_none_or(|kid| self.keys.iter().all(|key| key.kid.as_deref() != Some(kid)))
     }
 
     /// A key without a `kid` of its own is asked about every token, one with a `kid` only about
     /// tokens that name it, or none.
     fn candidates(&self, algorithm: Algorithm, kid: Option<&str>) -> impl Iterator<Item = &Key> {
-        self.0
+        self.keys
             .iter()
             .filter(move |key| key.algorithms.contains(&algorithm))
             .filter(move |key| match (&key.kid, kid) {
@@ -248,6 +297,18 @@ impl Key {
             self.algorithms.retain(|algorithm| wanted.contains(algorithm));
         }
         (!self.algorithms.is_empty()).then_some(self)
+    }
+
+    fn is_same(&self, other: &Key) -> bool {
+        let is_same_key = match (self.verifying.kind(), other.verifying.kind()) {
+            (DecodingKeyKind::SecretOrDer(ours), DecodingKeyKind::SecretOrDer(theirs)) => ours == theirs,
+            (
+                DecodingKeyKind::RsaModulusExponent { n, e },
+                DecodingKeyKind::RsaModulusExponent { n: their_n, e: their_e },
+            ) => n == their_n && e == their_e,
+            _ => false,
+        };
+        is_same_key && self.kid == other.kid && self.algorithms == other.algorithms
     }
 }
 
@@ -320,10 +381,8 @@ fn fitting(key: &DecodingKey) -> Option<Vec<Algorithm>> {
         AlgorithmFamily::Hmac => None,
         AlgorithmFamily::Rsa => {
             let n_bytes = match key.kind() {
-                jsonwebtoken::DecodingKeyKind::RsaModulusExponent { n, .. } => n.len(),
-                jsonwebtoken::DecodingKeyKind::SecretOrDer(der) => {
-                    aws_lc_rs::rsa::PublicKey::from_der(der).ok()?.modulus_len()
-                }
+                DecodingKeyKind::RsaModulusExponent { n, .. } => n.len(),
+                DecodingKeyKind::SecretOrDer(der) => aws_lc_rs::rsa::PublicKey::from_der(der).ok()?.modulus_len(),
             };
             (MIN_RSA_BYTES..=4 * MIN_RSA_BYTES).contains(&n_bytes).then(|| AlgorithmFamily::Rsa.algorithms().to_vec())
         }

@@ -3,12 +3,14 @@
 //! token is found in a request is the edge's.
 //!
 //! `keys` says which signatures count, `claims` what a signed token means, `cache` what need not
-//! be asked twice, `mint` makes tokens for the command line and for tests.
+//! be asked twice, `refresh` when a key set is fetched again, `mint` makes tokens for the command
+//! line and for tests.
 
 mod cache;
 mod claims;
 mod keys;
 mod mint;
+mod refresh;
 #[cfg(test)]
 mod tests;
 
@@ -18,16 +20,20 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use aws_lc_rs::digest;
 pub use jsonwebtoken::Algorithm;
+use tokio::time::Instant;
 
 use crate::channel::{Grants, Pattern};
+use crate::clock::{Clock, Dice};
 use crate::refusal::RefusalCode;
 
 pub use keys::{KeyError, KeySource, MIN_SECRET_BYTES, Secret};
 pub use mint::{MintError, mint, mint_with_kid, mint_with_pem, mint_with_secret};
+pub use refresh::{FetchError, KeyFetcher, KeyKeeper, KeyState, RefreshConfig};
 
 use cache::Cache;
 use claims::Claims;
-use keys::KeySet;
+use keys::{KeySet, NO_KEY_FITS, Unsigned};
+use refresh::{Answer, Refresh};
 
 /// Longest token that is looked at, in bytes. Far above any real one (a request head holds less),
 /// and a bound on what one attempt may cost in hashing.
@@ -89,6 +95,12 @@ pub struct AuthConfig {
 pub enum Denied {
     /// Never will: malformed, signed by somebody else, or meant for another. The text says which.
     Invalid(&'static str),
+    /// No key of the set that could be fetched has signed it, and a newer set may have the key.
+    /// Final where `authenticate` says so: the set was fetched again, or just has been.
+    UnknownKey,
+    /// As `UnknownKey`, but the set cannot be fetched now, or not in time: nobody can say whether
+    /// the token is good, and it may well be.
+    KeysUnavailable,
     /// Was good until `exp`.
     Expired,
     /// Will be good from `nbf`.
@@ -101,7 +113,8 @@ impl Denied {
     /// The word for the client.
     pub fn code(&self) -> RefusalCode {
         match self {
-            Denied::Invalid(_) | Denied::NotYet => RefusalCode::TokenInvalid,
+            Denied::Invalid(_) | Denied::UnknownKey | Denied::NotYet => RefusalCode::TokenInvalid,
+            Denied::KeysUnavailable => RefusalCode::AuthUnavailable,
             Denied::Expired => RefusalCode::TokenExpired,
             Denied::TooManyChannels => RefusalCode::TooManyChannels,
         }
@@ -111,6 +124,8 @@ impl Denied {
     pub fn detail(&self) -> &'static str {
         match self {
             Denied::Invalid(why) => why,
+            Denied::UnknownKey => NO_KEY_FITS,
+            Denied::KeysUnavailable => "the keys of tokens cannot be fetched now",
             Denied::Expired => "the token has expired",
             Denied::NotYet => "the token is not valid yet",
             Denied::TooManyChannels => "the token joins more channels than a session may hold",
@@ -151,26 +166,67 @@ impl Verified {
 struct InForce {
     keys: KeySet,
     cache: Cache,
+    /// One more with every replacement.
+    generation: u64,
 }
 
 impl InForce {
-    fn new(keys: KeySet) -> Arc<Self> {
-        Arc::new(Self { keys, cache: Cache::new(cache::CAPACITY, cache::CAPACITY_BYTES) })
+    fn new(keys: KeySet, generation: u64) -> Arc<Self> {
+        Arc::new(Self { keys, cache: Cache::new(cache::CAPACITY, cache::CAPACITY_BYTES), generation })
     }
 }
 
-/// Tells good tokens from others. Shared by all; its calls do not wait.
+/// What became of a set that was to be put in force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Replaced {
+    /// It is.
+    Changed,
+    /// It is the one in force: nothing was done, and what was verified stays so.
+    Same,
+}
+
+/// Tells good tokens from others. Shared by all; only `authenticate` and `ready` may wait.
 #[derive(Debug)]
 pub struct Verifier {
     config: AuthConfig,
     in_force: ArcSwap<InForce>,
     anonymous: Option<Arc<Identity>>,
+    /// `None` where the keys never change.
+    refresh: Option<Refresh>,
 }
 
 impl Verifier {
+    /// With keys that stay as they are.
+    ///
     /// # Errors
     /// `KeyError`: the operator must mend the configuration; the process must not start.
     pub fn new(config: AuthConfig) -> Result<Self, KeyError> {
+        if matches!(config.keys, KeySource::Awaited) {
+            return Err(KeyError::NoUsableKey);
+        }
+        Self::assemble(config, None)
+    }
+
+    /// With a key set that is fetched again and again: at once where `config.keys` is `Awaited`,
+    /// else (a `Jwks` read already) from the first period on. Somebody must run the keeper.
+    ///
+    /// # Errors
+    /// As `new`. A set that cannot be fetched is none: `ready` waits for it.
+    pub fn refreshed(
+        config: AuthConfig,
+        refresh: RefreshConfig,
+        fetcher: Box<dyn KeyFetcher>,
+        dice: Dice,
+    ) -> Result<(Arc<Self>, KeyKeeper), KeyError> {
+        let refresh = match config.keys {
+            KeySource::Awaited => Refresh::awaited(refresh),
+            _ => Refresh::fetched(refresh, Instant::now()),
+        };
+        let verifier = Arc::new(Self::assemble(config, Some(refresh))?);
+        Ok((verifier.clone(), KeyKeeper::new(verifier, fetcher, dice)))
+    }
+
+    fn assemble(config: AuthConfig, refresh: Option<Refresh>) -> Result<Self, KeyError> {
         install_crypto();
         let keys = KeySet::parse(&config.keys, config.algorithms.as_deref())?;
         let anonymous = config.anonymous.as_deref().map(nobody).map(Arc::new);
@@ -182,19 +238,76 @@ impl Verifier {
                 max: config.max_channels,
             });
         }
-        Ok(Self { in_force: ArcSwap::new(InForce::new(keys)), config, anonymous })
+        Ok(Self { in_force: ArcSwap::new(InForce::new(keys, 0)), config, anonymous, refresh })
     }
 
-    /// Who the bearer of `token` is, if it is good at `now` (time since 1970). Costs a signature
-    /// check (30 to 130 µs) the first time, a hash and a look-up after that.
+    /// Waits until there is a key set; at once where there always is one. Until then no token is
+    /// good, so nobody should be served.
+    ///
+    /// # Cancel safety
+    /// Safe.
+    pub async fn ready(&self) {
+        if let Some(refresh) = &self.refresh {
+            refresh.ready().await;
+        }
+    }
+
+    /// How the fetching of the key set goes; `None` where the keys never change.
+    pub fn key_state(&self) -> Option<KeyState> {
+        self.refresh.as_ref().map(Refresh::state)
+    }
+
+    /// Who the bearer of `token` is, by the keys in force or, where none of them has signed it, by
+    /// those that the issuer has now: it then waits for a fetch, the one under way or a new one, at
+    /// most until `deadline`. Where the keys are known it waits for nothing.
     ///
     /// # Errors
-    /// `Denied`: tell the client, there is nothing to retry with this token (but `NotYet`).
+    /// `Denied`. `UnknownKey` is final: the set was fetched and does not have the key, or was
+    /// fetched so short a time ago that it is not asked for again (`RefreshConfig::cool_down`).
+    /// `KeysUnavailable` is not: the set cannot be fetched, tell the client to come again.
+    ///
+    /// # Cancel safety
+    /// Safe: the fetch is the keeper's and goes on.
+    pub async fn authenticate(&self, token: &str, clock: &Clock, deadline: Instant) -> Result<Arc<Identity>, Denied> {
+        let generation = {
+            let in_force = self.in_force.load();
+            match self.verify_by(&in_force, token, clock.unix()) {
+                Err(Denied::UnknownKey) => in_force.generation,
+                said => return said,
+            }
+        };
+        let answer = match &self.refresh {
+            Some(refresh) => refresh.ask(deadline).await,
+            None => Answer::Fresh,
+        };
+        // It may have been replaced while we waited, or between our look and our question.
+        let in_force = self.in_force.load();
+        if in_force.generation != generation {
+            match self.verify_by(&in_force, token, clock.unix()) {
+                Err(Denied::UnknownKey) => {}
+                said => return said,
+            }
+        }
+        Err(match answer {
+            Answer::Fresh => Denied::UnknownKey,
+            Answer::Unavailable => Denied::KeysUnavailable,
+        })
+    }
+
+    /// Who the bearer of `token` is, if it is good at `now` (time since 1970) by the keys in force.
+    /// Costs a signature check (30 to 130 µs) the first time, a hash and a look-up after that.
+    ///
+    /// # Errors
+    /// `Denied`: tell the client, there is nothing to retry with this token (but `NotYet`). After
+    /// `UnknownKey`, which only a set that is refreshed gives, ask `authenticate`.
     pub fn verify(&self, token: &str, now: Duration) -> Result<Arc<Identity>, Denied> {
+        self.verify_by(&self.in_force.load(), token, now)
+    }
+
+    fn verify_by(&self, in_force: &InForce, token: &str, now: Duration) -> Result<Arc<Identity>, Denied> {
         if token.len() > MAX_TOKEN_BYTES {
             return Err(Denied::Invalid("the token is too long"));
         }
-        let in_force = self.in_force.load();
         let mark = mark(token);
         if let Some(known) = in_force.cache.get(&mark) {
             return known.at(now).inspect_err(|denied| {
@@ -203,14 +316,27 @@ impl Verifier {
                 }
             });
         }
-        let payload = in_force.keys.payload(token).map_err(Denied::Invalid)?;
-        let verified = Claims::parse(&payload)?.verified(&self.config)?;
+        let payload = match in_force.keys.payload(token) {
+            Ok(payload) => payload,
+            Err(Unsigned::Ever(why)) => return Err(Denied::Invalid(why)),
+            Err(Unsigned::ByThese(_)) if self.refresh.is_none() => return Err(Denied::Invalid(NO_KEY_FITS)),
+            Err(Unsigned::ByThese(payload)) => {
+                // What no key could make good is no reason to fetch any.
+                self.read(&payload)?.at(now)?;
+                return Err(Denied::UnknownKey);
+            }
+        };
+        let verified = self.read(&payload)?;
         let identity = verified.at(now)?;
         if identity.grants.joined.len() > self.config.max_channels {
             return Err(Denied::TooManyChannels);
         }
         in_force.cache.put(mark, verified, token.len());
         Ok(identity)
+    }
+
+    fn read(&self, payload: &[u8]) -> Result<Verified, Denied> {
+        Claims::parse(payload)?.verified(&self.config)
     }
 
     /// Who somebody without a token is, where anonymous sessions are configured: exact names are
@@ -220,14 +346,22 @@ impl Verifier {
     }
 
     /// Puts other keys in force, for tokens checked from now on. Everything verified by the old
-    /// ones is forgotten. On an error the old keys stay.
+    /// ones is forgotten, unless the new ones are the same. On an error the old keys stay.
     ///
     /// # Errors
     /// `KeyError`: the new keys are unusable.
-    pub fn replace_keys(&self, keys: &KeySource) -> Result<(), KeyError> {
+    pub fn replace_keys(&self, keys: &KeySource) -> Result<Replaced, KeyError> {
         let keys = KeySet::parse(keys, self.config.algorithms.as_deref())?;
-        self.in_force.store(InForce::new(keys));
-        Ok(())
+        let before = self.in_force.load();
+        if keys.is_same(&before.keys) {
+            return Ok(Replaced::Same);
+        }
+        self.in_force.store(InForce::new(keys, before.generation + 1));
+        Ok(Replaced::Changed)
+    }
+
+    fn n_keys(&self) -> usize {
+        self.in_force.load().keys.n_keys()
     }
 }
 
