@@ -3,7 +3,8 @@
 //! `accept` (may this socket exist?) → `handshake`, `origin`, `credential`, `address` (what does the
 //! request say?) → `admit` (the order of admission, one function) → `drive` (the loop of every open
 //! stream, with `frame` for what a WebSocket's client sends). `reject` alone turns a refusal into
-//! HTTP. Beside the public listener: `admin` (the back ends' API) and `probes` (own thread, own port).
+//! HTTP. Beside the public listener: `admin` (the back ends' API), `probes` (own thread, own port) and
+//! `jwks`, which fetches the keys of tokens.
 
 pub mod accept;
 pub mod address;
@@ -13,6 +14,7 @@ pub mod credential;
 pub mod drive;
 pub mod frame;
 pub mod handshake;
+pub mod jwks;
 pub mod origin;
 pub mod probes;
 pub mod reject;
