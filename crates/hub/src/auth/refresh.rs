@@ -8,6 +8,9 @@
 //! comes in. Once a good set was there, one is always in force: a fetch that fails, or a set that
 //! cannot be used, changes nothing but the state that is reported.
 
+#[cfg(test)]
+mod tests;
+
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -16,9 +16,9 @@ use serde_json::{Value, json};
 use super::*;
 
 const SECRET: &[u8] = b"0123456789abcdef0123456789abcdef";
-const NOW: Duration = Duration::from_secs(1_800_000_000);
+pub(super) const NOW: Duration = Duration::from_secs(1_800_000_000);
 
-fn config(keys: KeySource) -> AuthConfig {
+pub(super) fn config(keys: KeySource) -> AuthConfig {
     AuthConfig {
         keys,
         algorithms: None,
@@ -39,14 +39,14 @@ fn verifier() -> Verifier {
     Verifier::new(config(secret(SECRET))).unwrap()
 }
 
-fn claims(more: Value) -> Value {
+pub(super) fn claims(more: Value) -> Value {
     let mut claims = json!({"sub": "42", "exp": NOW.as_secs() + 60});
     claims.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     claims.as_object_mut().unwrap().retain(|_, value| *value != json!("absent"));
     claims
 }
 
-fn token(more: Value) -> String {
+pub(super) fn token(more: Value) -> String {
     mint(SECRET, &claims(more)).unwrap()
 }
 
@@ -55,11 +55,11 @@ fn is_invalid(result: Result<Arc<Identity>, Denied>) -> bool {
 }
 
 /// A key pair as an operator has it.
-struct Pair {
-    private: String,
+pub(super) struct Pair {
+    pub(super) private: String,
     public: String,
     /// Without `kid`.
-    jwk: Value,
+    pub(super) jwk: Value,
 }
 
 fn pem(label: &str, der: &[u8]) -> String {
@@ -68,7 +68,7 @@ fn pem(label: &str, der: &[u8]) -> String {
     format!("-----BEGIN {label}-----\n{}\n-----END {label}-----\n", lines.join("\n"))
 }
 
-fn b64(bytes: &[u8]) -> String {
+pub(super) fn b64(bytes: &[u8]) -> String {
     URL_SAFE_NO_PAD.encode(bytes)
 }
 
@@ -102,7 +102,7 @@ fn ec(algorithm: &'static EcdsaSigningAlgorithm, curve: &str) -> Pair {
     pair(private.as_ref(), key.public_key().clone(), jwk)
 }
 
-fn p256() -> Pair {
+pub(super) fn p256() -> Pair {
     ec(&ECDSA_P256_SHA256_FIXED_SIGNING, "P-256")
 }
 
@@ -122,11 +122,11 @@ fn public(pair: &Pair) -> KeySource {
     KeySource::PublicKeyPem(pair.public.clone().into_bytes())
 }
 
-fn jwks(keys: &[Value]) -> KeySource {
+pub(super) fn jwks(keys: &[Value]) -> KeySource {
     KeySource::Jwks(json!({ "keys": keys }).to_string())
 }
 
-fn with_kid(jwk: &Value, kid: &str) -> Value {
+pub(super) fn with_kid(jwk: &Value, kid: &str) -> Value {
     let mut jwk = jwk.clone();
     jwk["kid"] = json!(kid);
     jwk
