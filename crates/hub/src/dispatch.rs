@@ -98,7 +98,8 @@ impl Dispatcher {
             FromLink::Lost => self.lost(),
             FromLink::Up(position) => self.up(position),
             FromLink::Revoked(revocation) => self.hub.revoked(&revocation),
-            FromLink::Told(_) | FromLink::Replaced { .. } => {}
+            FromLink::Told(text) => self.hub.rolls.told(text),
+            FromLink::Replaced { user, session } => self.hub.replaced(&user, &session),
         }
     }
 

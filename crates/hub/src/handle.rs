@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::backplane::{Publish, Published, Revocation, Unavailable};
 use crate::departure::Departure;
 use crate::event::NotJson;
+use crate::fleet::FleetView;
 use crate::hub::Hub;
 
 /// Life of the process, watched: tests and drains wait on it, never on sleeps.
@@ -92,6 +93,11 @@ impl GatewayHandle {
     /// How full the node is.
     pub fn load(&self) -> Load {
         self.hub.load()
+    }
+
+    /// The fleet as this node knows it: from memory, seconds old.
+    pub fn fleet(&self) -> FleetView {
+        self.hub.fleet()
     }
 
     /// This node's name.

@@ -23,12 +23,15 @@ use crate::departure::{Departure, DrainConfig, Who};
 use crate::dispatch;
 use crate::event::{Event, Wire};
 use crate::fanout::{Channels, LinkState, Listener, Place};
+use crate::fleet::{self, Fleet, FleetConfig};
 use crate::inbound;
 use crate::limit::Seat;
 use crate::message::{self, Hello, Unsubscribed};
 use crate::plugin::{Admission, Plugins};
+use crate::quota::{self, Quota};
 use crate::refusal::{Refusal, RefusalCode};
 use crate::revocation::Revocations;
+use crate::roll::{self, Rolls};
 use crate::session::{Buried, Deadlines, Held, Session, SessionConfig, SessionInfo, Sub};
 use crate::sweep;
 use crate::telemetry::{Metrics, ResumeLabel};
@@ -121,6 +124,10 @@ pub struct Hub {
     pub(crate) dice: Dice,
     pub(crate) channels: Channels,
     pub(crate) place: Place,
+    pub(crate) fleet: Fleet,
+    pub(crate) rolls: Rolls,
+    /// Only where a user's sessions are limited.
+    pub(crate) quota: Option<Quota>,
     pub(crate) reads: Semaphore,
     pub(crate) tasks: TaskTracker,
     pub(crate) stop: CancellationToken,
@@ -139,13 +146,21 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// A hub in phase `Starting`; `start` sets it going.
+    /// A hub in phase `Starting`; `start` sets it going. It limits nobody over the fleet.
     pub fn new(parts: Parts) -> Arc<Self> {
+        Self::in_fleet(parts, FleetConfig::unlimited(""))
+    }
+
+    /// As `new`, with its place in the fleet.
+    pub fn in_fleet(parts: Parts, fleet: FleetConfig) -> Arc<Self> {
         parts.metrics.phase(Phase::Starting);
         parts.plugins.count_in(&parts.metrics);
         Arc::new(Self {
             channels: Channels::new(parts.backplane.clone()),
             place: Place::new(),
+            fleet: Fleet::new(fleet, &parts.clock, &parts.dice),
+            rolls: Rolls::new(),
+            quota: fleet.max_sessions_per_user.map(Quota::new),
             reads: Semaphore::new(MAX_READS),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
@@ -176,6 +191,10 @@ impl Hub {
         self.tasks.spawn(turn_wheel(self.clone()));
         // It waits for changes and for the list; shutting down waits for neither.
         self.tasks.spawn(self.stop.clone().run_until_cancelled_owned(sweep::run(self.clone())));
+        self.tasks.spawn(self.stop.clone().run_until_cancelled_owned(roll::run(self.clone())));
+        // These two end with a word to the others.
+        self.tasks.spawn(fleet::run(self.clone()));
+        self.tasks.spawn(quota::run(self.clone()));
         for task in self.plugins.tasks(&self.handle(), &self.stop) {
             self.tasks.spawn(task);
         }
@@ -295,6 +314,9 @@ impl Hub {
         let deadlines = self.deadlines(&info.identity);
         let session = Arc::new(Session::new(info, Some(newcomer.seat), deadlines, &self.config.session, &self.dice));
         self.register(&session);
+        if let Some(quota) = &self.quota {
+            session.take_place(quota.place(&session.info));
+        }
         let open = Open { hub: self.clone(), session };
         if newcomer.admission == Admission::Standard {
             open.session.say(&self.hello(&open.session, &newcomer.channels));
@@ -357,6 +379,10 @@ impl Hub {
         if self.n_sessions.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.emptied.notify_waiters();
         }
+    }
+
+    pub(crate) fn session(&self, id: &str) -> Option<Arc<Session>> {
+        self.sessions[shard_of(id)].lock().expect("no panic while a shard is held").get(id).cloned()
     }
 
     pub(crate) fn all_sessions(&self) -> Vec<Arc<Session>> {
@@ -610,7 +636,7 @@ fn is_named(revocation: &Revocation, identity: &Identity) -> bool {
 }
 
 impl Who {
-    fn is(&self, session: &SessionInfo) -> bool {
+    pub(crate) fn is(&self, session: &SessionInfo) -> bool {
         match self {
             Who::All => true,
             Who::User(user) => session.identity.user.as_ref() == Some(user),

@@ -4,7 +4,9 @@
 //! In walking order: `limit` (may this attempt cost us an authentication now?) → `auth`,
 //! `revocation` (who, until when?) → `plugin` → `session` (exists only from here) → `channel`
 //! (may this identity hear this?) → `fanout` (whose outboxes?) → `outbox` (can this client keep
-//! up?) → `departure`, `close` (when, with which words?).
+//! up?) → `departure`, `close` (when, with which words?). Beside the path, and never in its way,
+//! what nodes decide together: `quota` (too many sessions of one user?), `roll` (who is there?),
+//! `fleet` (how are all doing?).
 
 mod attach;
 pub mod auth;
@@ -17,6 +19,7 @@ pub mod departure;
 mod dispatch;
 pub mod event;
 mod fanout;
+pub mod fleet;
 mod handle;
 pub mod hub;
 mod inbound;
@@ -26,9 +29,13 @@ pub mod message;
 mod open;
 pub mod outbox;
 pub mod plugin;
+mod quota;
 pub mod refusal;
 pub mod revocation;
+pub mod roll;
 pub mod session;
 mod sweep;
 pub mod telemetry;
+#[cfg(test)]
+mod testing;
 pub mod wheel;

@@ -26,6 +26,7 @@ use crate::limit::Seat;
 use crate::message::{self, Backoff, Message, Resume};
 use crate::outbox::{Batch, Item, Outbox};
 use crate::plugin::Admission;
+use crate::quota::Place;
 use crate::wheel::Tick;
 
 mod leave;
@@ -203,6 +204,9 @@ pub(crate) struct State {
     pub resumed: Option<Resume>,
     /// Held until the session's end, so that the books balance whatever is cancelled where.
     pub seat: Option<Seat>,
+    /// Its place among its user's sessions, where those are limited: given back as soon as the
+    /// session begins to end.
+    place: Option<Box<Place>>,
 }
 
 /// The deadlines a session is born with.
@@ -280,8 +284,17 @@ impl Session {
             scheduled: Tick::MAX,
             resumed: None,
             seat,
+            place: None,
         };
         Self { info, waker: AtomicWaker::new(), state: Mutex::new(state) }
+    }
+
+    /// Holds the place until it begins to end; a session that does already gives it back.
+    pub(crate) fn take_place(&self, place: Option<Box<Place>>) {
+        let mut state = self.lock();
+        if !state.is_over() {
+            state.place = place;
+        }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
@@ -580,11 +593,13 @@ impl State {
         true
     }
 
+    /// The one way into an ending, whatever the reason.
     fn close(&mut self, reason: CloseReason, close_by: Instant) {
         self.stage = Stage::Closing;
         self.ending = Some(Ending { reason, close_by });
         self.held = None;
         self.asks = None;
+        self.place = None;
         self.tell_progress();
     }
 

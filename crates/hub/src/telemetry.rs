@@ -43,7 +43,7 @@ pub struct FleetFigures {
     pub n_nodes: usize,
     /// Sessions on all of them.
     pub n_sessions: usize,
-    /// Sessions that this node should hold by its capacity.
+    /// This node's part of the capacity of all that serve, 0 to 1.
     pub share: f64,
     /// Coefficient of variation of how full the nodes are.
     pub cv: f64,
@@ -191,7 +191,7 @@ impl Metrics {
             fleet: [
                 ("gateway_fleet_nodes", "Nodes with a young report"),
                 ("gateway_fleet_sessions", "Sessions on all known nodes"),
-                ("gateway_fleet_share", "Sessions that this node should hold by its capacity"),
+                ("gateway_fleet_share", "This node's part of the capacity of all that serve, 0 to 1"),
                 ("gateway_fleet_cv", "Coefficient of variation of how full the nodes are"),
                 ("gateway_fleet_busiest_ratio", "The fullest node over the mean"),
             ]
@@ -328,6 +328,11 @@ impl Metrics {
     pub fn accept(&self, rate: f64, tokens: f64) {
         self.accept_rate.set(rate);
         self.accept_tokens.set(tokens);
+    }
+
+    /// Admissions a second that the accept bucket refills, as it was said last.
+    pub fn accept_rate(&self) -> f64 {
+        self.accept_rate.get()
     }
 
     /// The phase the node is in.
@@ -560,7 +565,7 @@ mod tests {
         assert_eq!(value(&metrics, "gateway_accept_tokens"), 199.5);
         metrics.runtime_lag(Duration::from_millis(2), Duration::from_millis(250), Duration::from_secs(1));
         assert_eq!(value(&metrics, "gateway_runtime_lag_seconds{quantile=\"0.99\"}"), 0.25);
-        metrics.fleet(FleetFigures { n_nodes: 3, n_sessions: 9, share: 3.0, cv: 0.1, busiest_ratio: 1.5 });
+        metrics.fleet(FleetFigures { n_nodes: 3, n_sessions: 9, share: 0.25, cv: 0.1, busiest_ratio: 1.5 });
         assert_eq!(value(&metrics, "gateway_fleet_busiest_ratio"), 1.5);
         metrics.shed_suspended(&[ShedSuspension::Hold, ShedSuspension::Deploy]);
         assert_eq!(value(&metrics, "gateway_shed_suspended{reason=\"deploy\"}"), 1.0);

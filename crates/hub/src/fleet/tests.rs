@@ -1,0 +1,125 @@
+use super::*;
+use crate::backplane::{Backplane, Publish};
+use crate::channel::Channel;
+use crate::cursor::EventId;
+use crate::testing::{BEGINNING, Node, Testing, until};
+
+fn one(name: &str, n_sessions: usize, capacity: usize, phase: &str) -> NodeView {
+    let (phase, version) = (phase.to_owned(), "1".to_owned());
+    NodeView { node: name.into(), n_sessions, capacity, share: 0.0, target: 0.0, phase, version, age: Duration::ZERO }
+}
+
+fn names(node: &Node) -> Vec<(String, usize, String)> {
+    let view = node.hub.fleet();
+    view.nodes.iter().map(|n| (n.node.to_string(), n.n_sessions, n.phase.clone())).collect()
+}
+
+fn row(name: &str, n: usize, phase: &str) -> (String, usize, String) {
+    (name.to_owned(), n, phase.to_owned())
+}
+
+#[test]
+fn shares_follow_capacity_and_whoever_leaves_has_none() {
+    let nodes = vec![
+        one("a", 100, 100, "serving"),
+        one("b", 200, 400, "serving"),
+        one("c", 300, 500, "draining"),
+        one("d", 0, 1_000, "starting"),
+    ];
+    let FleetView { nodes, figures } = view(nodes, 1);
+    assert_eq!(nodes.iter().map(|n| n.share).collect::<Vec<_>>(), [0.2, 0.8, 0.0, 0.0]);
+    assert_eq!(nodes.iter().map(|n| n.target).collect::<Vec<_>>(), [120.0, 480.0, 0.0, 0.0]);
+    // Full to 1 and 1/2: mean 3/4, deviation 1/4.
+    let third = 1.0 / 3.0;
+    assert_eq!((figures.n_nodes, figures.n_sessions, figures.share), (4, 600, 0.8));
+    assert!((figures.cv - third).abs() < 1e-9 && (figures.busiest_ratio - 4.0 * third).abs() < 1e-9, "{figures:?}");
+}
+
+#[test]
+fn an_empty_and_a_leaving_fleet_have_figures_too() {
+    for (nodes, share) in [
+        (vec![one("a", 0, 10, "serving")], 1.0),
+        (vec![one("a", 3, 10, "draining")], 0.0),
+        (vec![one("a", 3, 0, "serving")], 0.0),
+    ] {
+        let figures = view(nodes, 0).figures;
+        assert_eq!((figures.share, figures.cv, figures.busiest_ratio), (share, 0.0, 1.0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nodes_know_of_each_other_and_forget_who_is_silent() {
+    let testing = Testing::new(0);
+    let (a, b) = (testing.node("a").await, testing.node("b").await);
+    let _open = [b.open("1"), b.open("2")];
+    until("a knows of b", || names(&a) == [row("a", 0, "serving"), row("b", 2, "serving")]).await;
+    assert!(a.hub.fleet().nodes[1].age <= Duration::from_secs(7));
+    until("the gauges say so", || a.metrics.encode().contains("gateway_fleet_sessions 2.0")).await;
+    b.memory.set_reachable(false);
+    until("a forgets b", || names(&a) == [row("a", 0, "serving")]).await;
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    assert_eq!(names(&b), [row("b", 2, "serving")], "without a backplane it knows of itself alone");
+    b.memory.set_reachable(true);
+    until("they meet again", || names(&a).len() == 2 && names(&b).len() == 2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_is_told_at_once_and_the_end_leaves_no_report() {
+    let testing = Testing::new(0);
+    let (a, b) = (testing.node("a").await, testing.node("b").await);
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    b.hub.drain();
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    refresh(&a.hub).await.unwrap();
+    assert_eq!(names(&a)[1], row("b", 0, "draining"));
+    b.hub.shut_down().await;
+    refresh(&a.hub).await.unwrap();
+    assert_eq!(names(&a), [row("a", 0, "serving")]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn reports_of_another_form_are_not_counted_but_their_nodes_are_known() {
+    let testing = Testing::new(0);
+    let a = testing.node("a").await;
+    let foreign = testing.log.node("z");
+    for body in ["", "null", "{}", r#"{"v":2,"sessions":1}"#, "\u{0}", r#"{"v":1,"sessions":-1}"#] {
+        foreign.report(body.to_owned(), Duration::from_secs(20)).await.unwrap();
+        refresh(&a.hub).await.unwrap();
+        assert_eq!(names(&a).len(), 1, "{body}");
+        assert_eq!(a.hub.fleet.others().unwrap(), ["z".into()]);
+    }
+    // A later version says more.
+    let mut more = serde_json::to_value(said(&a.hub)).unwrap();
+    more["lag"] = serde_json::json!({"p99": 1});
+    foreign.report(more.to_string(), Duration::from_secs(20)).await.unwrap();
+    refresh(&a.hub).await.unwrap();
+    assert_eq!(names(&a).len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_returning_client_is_told_from_a_new_one_by_what_its_cursor_could_be() {
+    let testing = Testing::new(0);
+    let unborn = testing.node_with("a", 1);
+    unborn.memory.set_reachable(false);
+    let node = testing.node("b").await;
+    let event =
+        Publish { channel: Channel::new("x").unwrap(), name: None, data: "1".into(), ephemeral: false, key: None };
+    let id = node.memory.publish(event).await.unwrap().id.unwrap();
+    refresh(&node.hub).await.unwrap();
+    let birth = u64::try_from(BEGINNING.as_millis()).unwrap();
+    let at = |ms| Since::After(EventId { ms, n: 1 });
+    for (since, expected) in [
+        (Since::After(id), true),
+        (at(birth), true),
+        (at(birth - 1), false),
+        (at(birth + 60_000), true),
+        (at(birth + 61_000), false),
+        (at(u64::MAX), false),
+        (Since::Now, false),
+        (Since::Start, false),
+        (Since::Unknown, false),
+    ] {
+        assert_eq!(node.hub.may_be_returning(&since), expected, "{since:?}");
+    }
+    assert!(unborn.hub.may_be_returning(&at(0)), "while the birth is not known no cursor is too old");
+}

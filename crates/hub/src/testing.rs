@@ -1,0 +1,169 @@
+//! Nodes for the tests of what nodes decide together: real hubs on one log in memory, and sessions
+//! without a driver. Whole clients on pipes are the testkit's.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use crate::auth::{AuthConfig, Identity, KeySource, Secret, UserChannel, Verifier};
+use crate::channel::{Channel, Grants};
+use crate::clock::{Clock, Dice};
+use crate::close::{CloseReason, PlannedCodes};
+use crate::cursor::Since;
+use crate::departure::{DrainConfig, Window};
+use crate::event::Wire;
+use crate::fleet::FleetConfig;
+use crate::hub::{Hub, HubConfig, Newcomer, Open, Parts};
+use crate::limit::Capacity;
+use crate::memory::{Memory, MemoryConfig, MemoryLog};
+use crate::message::Backoff;
+use crate::plugin::{Admission, Plugins};
+use crate::revocation::{RevocationConfig, Revocations, WhenUnavailable};
+use crate::session::SessionConfig;
+use crate::telemetry::Metrics;
+
+const SECS: fn(u64) -> Duration = Duration::from_secs;
+
+/// When every test begins.
+pub(crate) const BEGINNING: Duration = Duration::from_secs(1_893_456_000);
+
+/// A log and what its nodes share.
+pub(crate) struct Testing {
+    pub log: Arc<MemoryLog>,
+    clock: Clock,
+    dice: Dice,
+    limit: Option<NonZeroU32>,
+}
+
+pub(crate) struct Node {
+    pub hub: Arc<Hub>,
+    pub memory: Arc<Memory>,
+    pub metrics: Arc<Metrics>,
+}
+
+impl Testing {
+    pub fn new(limit: u32) -> Self {
+        let (clock, dice) = (Clock::at(BEGINNING), Dice::seeded(11));
+        let history = MemoryConfig { history_size: 10, history_ttl: SECS(3600), idempotency_ttl: SECS(300) };
+        let log = MemoryLog::new(history, clock.clone(), dice.clone());
+        Self { log, clock, dice, limit: NonZeroU32::new(limit) }
+    }
+
+    /// A node that serves, its link up.
+    pub async fn node(&self, name: &str) -> Node {
+        let node = self.node_with(name, 100);
+        node.hub.serve();
+        node.hub.place.live().await;
+        node
+    }
+
+    pub fn node_with(&self, name: &str, capacity: usize) -> Node {
+        let memory = self.log.node(name);
+        let metrics = Metrics::new("1.2.3");
+        let verifier = Verifier::new(AuthConfig {
+            keys: KeySource::Secret(Secret::new(vec![b'k'; 32])),
+            algorithms: None,
+            issuer: None,
+            audience: None,
+            leeway: Duration::ZERO,
+            user_channel: UserChannel::On,
+            max_channels: 10,
+            anonymous: None,
+        });
+        let revocation =
+            RevocationConfig { when_unavailable: WhenUnavailable::Refuse, deadline: SECS(1), remember: SECS(60) };
+        let parts = Parts {
+            config: config(name, capacity),
+            backplane: memory.clone(),
+            verifier: Arc::new(verifier.expect("a good key")),
+            revocations: Arc::new(Revocations::new(memory.clone(), revocation, metrics.clone())),
+            plugins: Plugins::new(),
+            metrics: metrics.clone(),
+            clock: self.clock.clone(),
+            dice: self.dice.clone(),
+        };
+        let fleet = FleetConfig { max_sessions_per_user: self.limit, ..FleetConfig::unlimited("1.2.3") };
+        let hub = Hub::in_fleet(parts, fleet);
+        hub.start();
+        Node { hub, memory, metrics }
+    }
+}
+
+fn config(name: &str, capacity: usize) -> HubConfig {
+    HubConfig {
+        node: name.into(),
+        capacity,
+        max_channels: 10,
+        max_message: 1024,
+        replay_max: 100,
+        auth_timeout: SECS(1),
+        max_age: None,
+        revocation_sweep: SECS(30),
+        drain: DrainConfig { grace: SECS(5), window: Window::Auto, deadline: SECS(120), takes_per_second: 50.0 },
+        session: SessionConfig {
+            outbox_bytes: 1 << 20,
+            write_timeout: SECS(10),
+            close_timeout: SECS(3),
+            heartbeat: SECS(24 * 3600),
+            heartbeat_timeout: SECS(10),
+            position_every: SECS(300),
+            client_rate: 10.0,
+            client_burst: 50.0,
+            planned: PlannedCodes::default(),
+            reconnect: Backoff::default(),
+        },
+    }
+}
+
+pub(crate) fn identity(user: Option<&str>) -> Identity {
+    Identity {
+        user: user.map(Into::into),
+        jti: None,
+        sid: None,
+        issued_at: 0,
+        expires_at: None,
+        grants: Grants::default(),
+    }
+}
+
+impl Node {
+    /// A session of this user; it stays as long as what is returned.
+    pub fn open(&self, user: &str) -> Open {
+        self.open_as(identity(Some(user)), &[])
+    }
+
+    pub fn open_as(&self, identity: Identity, channels: &[&str]) -> Open {
+        let newcomer = Newcomer {
+            identity: Arc::new(identity),
+            wire: Wire::Sse,
+            address: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            channels: channels.iter().map(|name| Channel::new(name).unwrap()).collect(),
+            since: Since::Now,
+            admission: Admission::Standard,
+            seat: Capacity::new(1).try_acquire().unwrap(),
+        };
+        self.hub.open(newcomer).unwrap()
+    }
+}
+
+/// Gives everybody time to do what they are about to; simulated.
+pub(crate) async fn settle() {
+    sleep(Duration::from_millis(300)).await;
+}
+
+/// Waits, in simulated time, until `is` holds.
+pub(crate) async fn until(what: &str, is: impl Fn() -> bool) {
+    let give_up = Instant::now() + SECS(120);
+    while !is() {
+        assert!(Instant::now() < give_up, "never: {what}");
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// How each of these ended, or is ending.
+pub(crate) fn endings<'a>(sessions: impl IntoIterator<Item = &'a Open>) -> Vec<Option<CloseReason>> {
+    sessions.into_iter().map(|open| open.session().ending()).collect()
+}
