@@ -45,6 +45,11 @@ impl Keys {
         format!("{}:beacon:{node}", self.prefix)
     }
 
+    /// Pub/sub: what concerns one node.
+    pub(crate) fn node(&self, node: &str) -> String {
+        format!("{}:node:{node}", self.prefix)
+    }
+
     /// Pub/sub: a channel's live events.
     pub(crate) fn live(&self, channel: &Channel) -> String {
         format!("{}{channel}", self.live)

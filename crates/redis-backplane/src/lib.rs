@@ -1,16 +1,19 @@
-//! Tidegate's backplane over Redis 7: the log and the live link that all nodes share, and the
-//! revocation list. Decides which connection serves what, when it is redialled, and that every
+//! Tidegate's backplane over Redis 7: the log and the live link that all nodes share, the revocation
+//! list, and what nodes know of each other. Decides which connection serves what, when it is redialled, and that every
 //! call ends at its deadline; ids, order and atomicity are decided by the Functions in
 //! `migrations/`, sessions and gaps by the hub.
 //!
 //! Connections of one node: one for the pub/sub link, one for publishing, one for revocation, one
-//! for control (beacons, schema), at most four for reads. None of them waits for another's.
+//! for control (beacons, schema), one for the fleet (reports, messages, claims), at most four for
+//! reads. None of them waits for another's: a storm of claims or a long message delays no beacon,
+//! by which a link is judged, and no token's check.
 //!
 //! `pubsub` the link → `message` what comes over it → `wants` what is wanted from it; `log` publish
-//! and read; `revocation`; `schema` version, library, settings; `lane`, `dial` connections; `keys`
+//! and read; `revocation`; `fleet`; `schema` version, libraries, settings; `lane`, `dial` connections; `keys`
 //! every name.
 
 mod dial;
+mod fleet;
 mod keys;
 mod lane;
 mod log;
@@ -28,8 +31,8 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use hub::backplane::{
-    Backplane, Claim, Claimed, Fleet, From as Since, FromLink, Publish, Published, Read, ReadAsk, Revocation,
-    RevocationKey, Unavailable,
+    Backplane, Claim, Claimed, Fleet, From as Since, FromLink, MAX_TELL_BYTES, Publish, Published, Read, ReadAsk,
+    Revocation, RevocationKey, Unavailable,
 };
 use hub::channel::Channel;
 use hub::clock::Dice;
@@ -113,6 +116,8 @@ pub struct LinkStats {
     pub read_up: AtomicBool,
     /// The connection for revocation stands.
     pub revocation_up: Arc<AtomicBool>,
+    /// The connection for the fleet stands.
+    pub fleet_up: Arc<AtomicBool>,
     trouble: Mutex<Option<String>>,
     dice: Dice,
 }
@@ -132,12 +137,13 @@ impl LinkStats {
     }
 
     /// `(link, is_up)` for `gateway_redis_up{link}`.
-    pub fn links(&self) -> [(&'static str, bool); 4] {
+    pub fn links(&self) -> [(&'static str, bool); 5] {
         [
             ("pubsub", self.pubsub_up.load(Ordering::Relaxed)),
             ("publish", self.publish_up.load(Ordering::Relaxed)),
             ("read", self.read_up.load(Ordering::Relaxed)),
             ("revocation", self.revocation_up.load(Ordering::Relaxed)),
+            ("fleet", self.fleet_up.load(Ordering::Relaxed)),
         ]
     }
 }
@@ -146,10 +152,12 @@ impl LinkStats {
 pub struct RedisBackplane {
     keys: Keys,
     log: String,
+    node: String,
     revocation_keys: RevocationKeys,
     limit: Duration,
     publish: Lane,
     revocation: Lane,
+    fleet: Lane,
     readers: Readers,
     schema: Arc<Schema>,
     wants: Arc<Wants>,
@@ -185,6 +193,7 @@ impl RedisBackplane {
             publish_up: Arc::default(),
             read_up: AtomicBool::default(),
             revocation_up: Arc::default(),
+            fleet_up: Arc::default(),
             trouble: Mutex::default(),
             dice: dice.clone(),
         });
@@ -198,7 +207,7 @@ impl RedisBackplane {
         let supervisor = Supervisor {
             dialer: dialer.clone(),
             keys: keys.clone(),
-            node: config.node,
+            node: config.node.clone(),
             max_data: config.max_message,
             schema: schema.clone(),
             control,
@@ -210,10 +219,12 @@ impl RedisBackplane {
         Ok(Self {
             log: keys.log(),
             keys,
+            node: config.node,
             revocation_keys: config.revocation_keys,
             limit: config.timeout,
             publish: lane(stats.publish_up.clone()),
             revocation: lane(stats.revocation_up.clone()),
+            fleet: lane(stats.fleet_up.clone()),
             readers,
             schema,
             wants,
@@ -240,7 +251,7 @@ impl RedisBackplane {
         self.stats.clone()
     }
 
-    /// The call, and once more where the library had to be loaded first (a flushed or new server).
+    /// The call, and once more where a library had to be loaded first (a flushed or new server).
     async fn with_library<T, F: Future<Output = Result<T, Fault>>>(
         &self,
         call: impl Fn() -> F,
@@ -339,24 +350,48 @@ impl Backplane for RedisBackplane {
         })
     }
 
-    fn report(&self, _: String, _: Duration) -> BoxFuture<'_, Result<Fleet, Unavailable>> {
-        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
+    fn report(&self, body: String, ttl: Duration) -> BoxFuture<'_, Result<Fleet, Unavailable>> {
+        Box::pin(async move {
+            let cmd = fleet::report_cmd(&self.log, &self.node, &body, ttl);
+            let answer = self.bounded(|| self.fleet.call(&cmd, Again::Once)).await?;
+            let (fleet, n_skipped) = fleet::fleet(answer);
+            self.stats.skipped.fetch_add(n_skipped, Ordering::Relaxed);
+            Ok(fleet)
+        })
     }
 
     fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
-        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
+        Box::pin(async move {
+            let cmd = fleet::retire_cmd(&self.log, &self.node);
+            self.bounded(|| self.fleet.call(&cmd, Again::Once)).await
+        })
     }
 
-    fn tell(&self, _: Option<Arc<str>>, _: String) -> BoxFuture<'_, Result<(), Unavailable>> {
-        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
+    fn tell(&self, to: Option<Arc<str>>, text: String) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(async move {
+            if text.len() > MAX_TELL_BYTES {
+                return Err(Unavailable(format!("a text has at most {MAX_TELL_BYTES} bytes")));
+            }
+            let pubsub = to.map_or_else(|| self.keys.ctl(), |node| self.keys.node(&node));
+            let cmd = fleet::tell_cmd(&pubsub, &text);
+            Ok(self.fleet.call(&cmd, Again::Never).await?)
+        })
     }
 
-    fn claim(&self, _: Vec<Claim>, _: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>> {
-        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
+    fn claim(&self, claims: Vec<Claim>, max: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>> {
+        Box::pin(async move {
+            let cmd = fleet::claim_cmd(&self.log, &self.node, &claims, max);
+            // Again is the same again but for the places, which are those of the second time then.
+            let answer: Vec<u64> = self.bounded(|| self.fleet.call(&cmd, Again::Once)).await?;
+            Ok(fleet::claimed(claims.len(), &answer)?)
+        })
     }
 
-    fn release(&self, _: Vec<(Arc<str>, Arc<str>)>) -> BoxFuture<'_, Result<(), Unavailable>> {
-        Box::pin(async move { Err(Unavailable("not yet".to_owned())) })
+    fn release(&self, of: Vec<(Arc<str>, Arc<str>)>) -> BoxFuture<'_, Result<(), Unavailable>> {
+        Box::pin(async move {
+            let cmd = fleet::release_cmd(&self.log, &self.node, &of);
+            self.bounded(|| self.fleet.call(&cmd, Again::Once)).await
+        })
     }
 
     fn is_link_up(&self) -> bool {

@@ -136,7 +136,7 @@ fn data_of(value: Value) -> Option<Bytes> {
     Some(Bytes::from(data))
 }
 
-fn odd() -> Fault {
+pub(crate) fn odd() -> Fault {
     Fault::Down("the function's answer is not understood".to_owned())
 }
 

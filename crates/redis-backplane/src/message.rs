@@ -1,9 +1,9 @@
-//! What stands in a pub/sub message. Decides which payloads are events, beacons, revocations;
-//! everything else is `None` and counted by the caller, never an error: anybody may publish
+//! What stands in a pub/sub message. Decides which payloads are events, beacons, or words
+//! from node to node (revocations, messages, replaced sessions); everything else is `None` and counted by the caller, never an error: anybody may publish
 //! anything to a pub/sub channel, and one bad message must not end the link.
 
 use bytes::Bytes;
-use hub::backplane::{Revocation, RevocationKey};
+use hub::backplane::{FromLink, Revocation, RevocationKey};
 use hub::channel::Channel;
 use hub::cursor::EventId;
 use hub::event::Event;
@@ -59,11 +59,28 @@ pub(crate) fn beacon(payload: &[u8]) -> Option<(EventId, &str)> {
     Some((id.parse().ok()?, nonce))
 }
 
-/// From the control channel: `revoked <kind> <before> <value>`. `Some(None)`: a word of a later
-/// version, which is not ours to understand.
-pub(crate) fn control(payload: &[u8]) -> Option<Option<Revocation>> {
-    let text = std::str::from_utf8(payload).ok()?;
-    let Some(rest) = text.strip_prefix("revoked ") else { return Some(None) };
+/// What a message from node to node begins with; the rest is its text.
+pub(crate) const TOLD: &str = "told ";
+
+/// From the control channel, or a node's own: `revoked <kind> <before> <value>`, `told <text>`,
+/// `replaced <session> <user>`. `Some(None)`: a word of a later version, which is not ours to
+/// understand.
+pub(crate) fn control(payload: Vec<u8>) -> Option<Option<FromLink>> {
+    let text = String::from_utf8(payload).ok()?;
+    if let Some(told) = text.strip_prefix(TOLD) {
+        return Some(Some(FromLink::Told(told.to_owned())));
+    }
+    match text.split_once(' ') {
+        Some(("revoked", rest)) => revoked(rest).map(|revocation| Some(FromLink::Revoked(revocation))),
+        Some(("replaced", rest)) => {
+            let (session, user) = rest.split_once(' ').filter(|(session, _)| !session.is_empty())?;
+            Some(Some(FromLink::Replaced { user: user.into(), session: session.into() }))
+        }
+        _ => Some(None),
+    }
+}
+
+fn revoked(rest: &str) -> Option<Revocation> {
     let (kind, rest) = rest.split_once(' ')?;
     let (before, value) = rest.split_once(' ')?;
     let key = match kind {
@@ -72,7 +89,7 @@ pub(crate) fn control(payload: &[u8]) -> Option<Option<Revocation>> {
         "sub" => RevocationKey::Sub(value.into()),
         _ => return None,
     };
-    Some(Some(Revocation { key, before: before.parse().ok()? }))
+    Some(Revocation { key, before: before.parse().ok()? })
 }
 
 #[cfg(test)]
@@ -132,11 +149,40 @@ mod tests {
 
     #[test]
     fn a_revocation_may_name_anything_and_later_words_are_left_alone() {
-        let revoked = control(b"revoked sub 17 a b\nc").unwrap().unwrap();
+        let Some(Some(FromLink::Revoked(revoked))) = control(b"revoked sub 17 a b\nc".to_vec()) else {
+            panic!("a revocation")
+        };
         assert_eq!(revoked, Revocation { key: RevocationKey::Sub("a b\nc".into()), before: 17 });
-        assert_eq!(control(b"hold 15"), Some(None));
-        for bad in [&b"\xff"[..], b"revoked xyz 1 a", b"revoked sub x a", b"revoked sub"] {
-            assert_eq!(control(bad), None);
+        for later in [&b"hold 15"[..], b"", b" ", b"told", b"replaced", b"Told x"] {
+            assert!(matches!(control(later.to_vec()), Some(None)), "{later:?}");
+        }
+        for bad in [&b"\xff"[..], b"told \xff", b"revoked xyz 1 a", b"revoked sub x a", b"revoked sub"] {
+            assert!(control(bad.to_vec()).is_none(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_node_may_be_told_any_text() {
+        let long = "x".repeat(1 << 20);
+        for text in ["", " ", "revoked jti 0 x", "a\nb ü", &long] {
+            let Some(Some(FromLink::Told(told))) = control(format!("told {text}").into_bytes()) else {
+                panic!("{text:.40?}")
+            };
+            assert_eq!(told, text);
+        }
+    }
+
+    #[test]
+    fn a_replaced_session_may_be_of_any_user() {
+        for name in ["u", "a b", " ", "", "ü\n%", "replaced x y"] {
+            let Some(Some(FromLink::Replaced { user, session })) = control(format!("replaced s1 {name}").into_bytes())
+            else {
+                panic!("{name:?}")
+            };
+            assert_eq!((&*user, &*session), (name, "s1"));
+        }
+        for bad in ["replaced ", "replaced s1", "replaced  u"] {
+            assert!(control(bad.into()).is_none(), "{bad:?}");
         }
     }
 }

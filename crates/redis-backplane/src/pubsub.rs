@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use hub::backplane::FromLink;
+use hub::backplane::{FromLink, MAX_TELL_BYTES};
 use hub::channel::Channel;
 use hub::cursor::EventId;
 use redis::aio::MultiplexedConnection;
@@ -137,7 +137,7 @@ impl Supervisor {
 
     /// Longer messages are not looked at. Generous, as another node may allow larger events.
     fn max_payload(&self) -> usize {
-        self.max_data.max(1 << 20) + 4_096
+        self.max_data.max(MAX_TELL_BYTES) + 4_096
     }
 
     fn report(&self, error: StartError) {
@@ -230,7 +230,7 @@ impl<'a> Link<'a> {
         s.wants.take_beacon();
         s.wants.take_relink();
         let joins: VecDeque<_> = s.wants.all().into();
-        let own = vec![s.keys.ctl(), s.keys.beacon(&s.node)];
+        let own = vec![s.keys.ctl(), s.keys.node(&s.node), s.keys.beacon(&s.node)];
         let owed = joins.iter().map(|c| s.keys.live(c)).chain(own.iter().cloned()).collect();
         let now = Instant::now();
         Self {
@@ -396,9 +396,9 @@ impl<'a> Link<'a> {
                 None => self.skip(),
             };
         }
-        if name == self.s.keys.ctl() {
-            return match message::control(&payload) {
-                Some(Some(revocation)) => self.s.emit(FromLink::Revoked(revocation)).await,
+        if name == self.s.keys.ctl() || name == self.s.keys.node(&self.s.node) {
+            return match message::control(payload) {
+                Some(Some(said)) => self.s.emit(said).await,
                 Some(None) => Ok(()),
                 None => self.skip(),
             };

@@ -1,4 +1,4 @@
-//! The schema on the server: its version, the Function library, the settings that the Functions
+//! The schema on the server: its version, the Function libraries, the settings that the Functions
 //! read. Decides whether this node may use a server at all, and repairs what a flushed, replaced
 //! or upgraded server lacks.
 
@@ -13,16 +13,29 @@ use crate::dial::Fault;
 use crate::keys::Keys;
 use crate::lane::{Again, Lane};
 
-/// The library, as `tidegate migrate` loads it.
-pub(crate) const LIBRARY: &str = include_str!("../../../migrations/0001_log.lua");
+/// A Function library, as `tidegate migrate` loads it.
+struct Library {
+    /// Names the revision that a server holds.
+    version: &'static str,
+    code: &'static str,
+    /// The number of the migration that it comes from. A server may hold a later one: it serves
+    /// earlier nodes too.
+    revision: u64,
+}
 
-/// Revision of `LIBRARY`. A server may hold a later one: it serves earlier nodes too.
-pub(crate) const REVISION: u64 = 1;
+const LIBRARIES: [Library; 2] = [
+    Library { version: "tidegate_version", code: include_str!("../../../migrations/0001_log.lua"), revision: 1 },
+    Library {
+        version: "tidegate_fleet_version",
+        code: include_str!("../../../migrations/0002_fleet.lua"),
+        revision: 2,
+    },
+];
 
 /// The schema's major version: the highest that this build understands.
 pub const SCHEMA: u64 = 1;
 
-/// Who loads the library holds a lock for so long at most.
+/// Who loads a library holds a lock for so long at most.
 const LOCK: Duration = Duration::from_secs(5);
 
 /// Why the server cannot be used.
@@ -60,9 +73,9 @@ impl StartError {
 /// What `Schema::prepare` found and did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prepared {
-    /// The library was loaded now.
+    /// At least one library was loaded now.
     pub loaded: bool,
-    /// Revision of the library in force.
+    /// The number of the newest migration in force.
     pub revision: u64,
 }
 
@@ -72,7 +85,7 @@ pub(crate) struct Schema {
     node: String,
     conf: Vec<(&'static str, String)>,
     limit: Duration,
-    /// One at a time: the callers that found the library missing come together.
+    /// One at a time: the callers that found a library missing come together.
     gate: Semaphore,
 }
 
@@ -87,7 +100,7 @@ impl Schema {
         Self { control, keys, node: config.node.clone(), conf, limit, gate: Semaphore::new(1) }
     }
 
-    /// Makes the server fit for this node: version, library, settings. Cheap when it already is.
+    /// Makes the server fit for this node: version, libraries, settings. Cheap when it already is.
     ///
     /// # Cancel safety
     /// Every step is whole by itself; a dropped call leaves at most a lock that expires.
@@ -96,7 +109,12 @@ impl Schema {
         self.check().await?;
         let schema = redis::cmd("SET").arg(self.keys.schema()).arg(SCHEMA).arg("NX").to_owned();
         self.call::<Option<String>>(&schema).await?;
-        let prepared = self.library().await?;
+        let mut prepared = Prepared { loaded: false, revision: 0 };
+        for library in &LIBRARIES {
+            let found = self.library(library).await?;
+            prepared.loaded |= found.loaded;
+            prepared.revision = prepared.revision.max(found.revision);
+        }
         self.settings().await?;
         Ok(prepared)
     }
@@ -116,18 +134,18 @@ impl Schema {
         }
     }
 
-    async fn library(&self) -> Result<Prepared, StartError> {
+    async fn library(&self, library: &Library) -> Result<Prepared, StartError> {
         let mut loaded = false;
         let mut patience = LOCK.as_millis() / 100;
         loop {
-            match self.revision().await? {
-                Some(revision) if revision >= REVISION => return Ok(Prepared { loaded, revision }),
+            match self.revision(library).await? {
+                Some(revision) if revision >= library.revision => return Ok(Prepared { loaded, revision }),
                 _ => {}
             }
             if self.lock().await? || patience == 0 {
-                self.call::<String>(redis::cmd("FUNCTION").arg("LOAD").arg("REPLACE").arg(LIBRARY)).await?;
+                self.call::<String>(redis::cmd("FUNCTION").arg("LOAD").arg("REPLACE").arg(library.code)).await?;
                 self.call::<i64>(redis::cmd("DEL").arg(self.keys.lock())).await?;
-                tracing::info!(revision = REVISION, "function library loaded");
+                tracing::info!(revision = library.revision, "function library loaded");
                 loaded = true;
             } else {
                 patience -= 1;
@@ -142,9 +160,9 @@ impl Schema {
         Ok(self.call::<Option<String>>(&lock).await?.is_some())
     }
 
-    /// Of the library on the server, if there is one.
-    async fn revision(&self) -> Result<Option<u64>, Fault> {
-        match self.call(redis::cmd("FCALL").arg("tidegate_version").arg(0)).await {
+    /// Of this library on the server, if it is there.
+    async fn revision(&self, library: &Library) -> Result<Option<u64>, Fault> {
+        match self.call(redis::cmd("FCALL").arg(library.version).arg(0)).await {
             Ok(revision) => Ok(Some(revision)),
             Err(Fault::Missing) => Ok(None),
             Err(fault) => Err(fault),

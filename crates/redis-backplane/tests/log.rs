@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use common::{Node, channel, config, event, until};
-use hub::backplane::{Backplane, From, GapReason, Publish, ReadAsk, Revocation, RevocationKey};
+use hub::backplane::{Backplane, Claim, From, GapReason, Publish, ReadAsk, Revocation, RevocationKey};
 use hub::clock::Dice;
 use testkit::redis::{Persistence, RedisOptions, RedisServer};
 use tidegate_redis_backplane::{MigrateError, RevocationKeys, SCHEMA, StartError, check_version, migrate};
@@ -350,7 +350,8 @@ async fn migrating_twice_loads_once_and_an_absent_server_is_an_error_in_time() {
 
 /// As documented in migrations/README.md.
 const RIGHTS: &str = "+fcall +function|load +info +ping +get +set +del +mget +hset +hmget +hget +hgetall +config|get \
-                      +subscribe +unsubscribe +publish +time +ttl +pexpireat +xadd +xlen +xrange +xrevrange +xtrim";
+                      +subscribe +unsubscribe +publish +time +ttl +pttl +pexpire +pexpireat \
+                      +xadd +xlen +xrange +xrevrange +xtrim +zadd +zcard +zrange +zrem +zremrangebyscore +pubsub|numsub";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_documented_rights_suffice() {
@@ -372,6 +373,13 @@ async fn the_documented_rights_suffice() {
     node.plane.revocations(vec![told_key()]).await.unwrap();
     node.plane.unwant(&c);
     node.want(&channel("d")).await;
+    node.plane.report("{}".into(), Duration::from_secs(9)).await.unwrap();
+    node.plane.tell(None, "x".into()).await.unwrap();
+    server.cli(&["FCALL", "tidegate_claim_1", "1", "t:log", "dead", "1", "u", "s1", ""]);
+    node.plane.claim(vec![Claim { user: "u".into(), session: "s2".into(), since: None }], 1).await.unwrap();
+    assert_eq!(server.cli(&["ZRANGE", "t:sessions:u", "0", "-1"]), "s2 n");
+    node.plane.release(vec![("u".into(), "s2".into())]).await.unwrap();
+    node.plane.retire().await.unwrap();
     let log = server.cli(&["ACL", "LOG"]);
     assert!(!log.contains("\ncommand\n") && !log.contains("client-info"), "{log}");
 }

@@ -3,6 +3,7 @@
 //!
 //! A check that must see time pass waits until the log itself says that it has.
 
+mod fleet;
 mod link;
 mod log;
 
@@ -45,7 +46,7 @@ impl Setup {
 
 /// Two nodes on one log that nobody else uses.
 pub struct Pair {
-    /// Their links have not been taken.
+    /// Named `a` and `b`. Their links have not been taken; dropped by the suite, a node is gone.
     pub nodes: [Arc<dyn Backplane>; 2],
     /// Forgets everything in the log under the open links, as `FLUSHALL` does.
     pub flush: Box<dyn Fn() -> BoxFuture<'static, ()> + Send + Sync>,
@@ -92,7 +93,7 @@ pub async fn suite(bench: &dyn Bench) {
 }
 
 fn all() -> impl Iterator<Item = &'static Check> {
-    log::CHECKS.iter().chain(link::CHECKS)
+    log::CHECKS.iter().chain(link::CHECKS).chain(fleet::CHECKS)
 }
 
 // What the checks share.

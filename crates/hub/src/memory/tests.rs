@@ -154,6 +154,120 @@ async fn positions_survive_a_clean_restart_but_not_a_torn_one_nor_a_flush() {
     assert_eq!((read.broken, read.events.len()), (Some(GapReason::Reset), 0));
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_restart_is_no_birth_and_a_flush_is() {
+    let log = log_of(CONFIG);
+    let node = log.node("a");
+    let born = node.report(String::new(), HOUR).await.unwrap().birth_ms;
+    assert_eq!(born, 1_764_460_000_000);
+    tokio::time::advance(HOUR).await;
+    for restart in [Restart::Clean, Restart::Torn] {
+        log.restart(restart);
+        let fleet = node.report(String::new(), HOUR).await.unwrap();
+        assert_eq!((fleet.birth_ms, fleet.now_ms), (born, born + 3_600_000));
+    }
+    log.flush();
+    assert_eq!(node.report(String::new(), HOUR).await.unwrap().birth_ms, born + 3_600_000);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_report_lives_its_own_time_and_the_askers_and_not_a_millisecond_more() {
+    let log = log_of(CONFIG);
+    let (a, b) = (log.node("a"), log.node("b"));
+    let [short, long] = [10, 20].map(Duration::from_secs);
+    let n_heard = async |ttl| a.report("{}".to_owned(), ttl).await.unwrap().reports.len();
+    b.report("{}".to_owned(), short).await.unwrap();
+    tokio::time::advance(short).await;
+    assert_eq!((n_heard(short).await, n_heard(long).await), (2, 2));
+    tokio::time::advance(Duration::from_millis(1)).await;
+    assert_eq!(n_heard(long).await, 1, "its writer's time is over");
+    b.report("{}".to_owned(), long).await.unwrap();
+    tokio::time::advance(short + Duration::from_millis(1)).await;
+    assert_eq!(n_heard(long).await, 2);
+    assert_eq!(n_heard(short).await, 1, "the asker's time is over");
+    assert_eq!(log.lock().fleet.held().0, 1);
+}
+
+fn claims(user: &str, sessions: &[&str]) -> Vec<Claim> {
+    sessions.iter().map(|s| Claim { user: user.into(), session: (*s).into(), since: None }).collect()
+}
+
+/// Who was replaced since the last look.
+async fn replaced(node: &Memory, link: &mut mpsc::Receiver<FromLink>) -> Vec<Arc<str>> {
+    node.tell(Some(node.name().into()), "end".to_owned()).await.unwrap();
+    let mut replaced = Vec::new();
+    loop {
+        match next(link).await {
+            FromLink::Replaced { session, .. } => replaced.push(session),
+            FromLink::Told(_) => return replaced,
+            _ => {}
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn places_end_ten_minutes_after_the_last_claim_and_not_a_millisecond_before() {
+    let node = log_of(CONFIG).node("a");
+    let mut link = node.link();
+    node.claim(claims("u", &["s1"]), 1).await.unwrap();
+    tokio::time::advance(fleet::PLACES_TTL - Duration::from_millis(1)).await;
+    node.claim(claims("u", &["s2"]), 1).await.unwrap();
+    assert_eq!(replaced(&node, &mut link).await, ["s1".into()]);
+    tokio::time::advance(fleet::PLACES_TTL).await;
+    node.claim(claims("u", &["s3"]), 1).await.unwrap();
+    assert_eq!(replaced(&node, &mut link).await, []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn places_that_nobody_renews_leave_no_memory_behind_even_on_an_idle_node() {
+    let log = log_of(CONFIG);
+    let node = log.node("a");
+    for i in 0..10_000 {
+        node.claim(claims(&format!("u{i}"), &["s1", "s2"]), 2).await.unwrap();
+    }
+    node.release(vec![("u1".into(), "s1".into()), ("u1".into(), "s2".into())]).await.unwrap();
+    assert_eq!(log.lock().fleet.held().1, 9_999);
+    tokio::time::advance(fleet::PLACES_TTL).await;
+    for _ in 0..10_000 / 16 {
+        node.beacon();
+    }
+    assert_eq!(log.lock().fleet.held().1, 0);
+}
+
+#[tokio::test]
+async fn a_node_whose_link_is_down_counts_as_gone_to_all_but_itself() {
+    let log = log_of(CONFIG);
+    let (a, b) = (log.node("a"), log.node("b"));
+    let mut link = a.link();
+    let own = a.claim(claims("u", &["a1"]), 2).await.unwrap();
+    let of_b = b.claim(claims("u", &["b1"]), 2).await.unwrap();
+    b.cut_link();
+    b.claim(claims("u", &["b2"]), 2).await.unwrap();
+    assert_eq!(replaced(&a, &mut link).await, ["a1".into()], "b's own are there to b");
+    a.claim(claims("u", &["a2"]), 2).await.unwrap();
+    a.claim(claims("u", &["a3"]), 2).await.unwrap();
+    assert_eq!(replaced(&a, &mut link).await, [], "and gone to a");
+    b.restore_link();
+    let again = |session: &str, since: u64| vec![Claim { since: Some(since), ..claims("u", &[session]).remove(0) }];
+    let claimed = b.claim(again("b1", of_b[0].since), 2).await.unwrap();
+    assert!(claimed[0].replaced, "put back at its place, it is the oldest");
+    assert!(a.claim(again("a1", own[0].since), 2).await.unwrap()[0].replaced);
+    assert_eq!(replaced(&a, &mut link).await, ["b1".into(), "a1".into()]);
+}
+
+#[tokio::test]
+async fn a_text_nobody_takes_counts_with_its_length() {
+    let log = log_of(CONFIG);
+    let (a, b) = (log.node("a"), log.node("b"));
+    let _link = a.link();
+    for _ in 0..MAX_LINK_BYTES / MAX_TELL_BYTES + LINK_AHEAD {
+        b.tell(Some("a".into()), "x".repeat(MAX_TELL_BYTES)).await.unwrap();
+        tokio::task::yield_now().await;
+    }
+    assert!(!a.is_link_up());
+    assert!(b.tell(None, "x".repeat(MAX_TELL_BYTES + 1)).await.is_err());
+}
+
 #[tokio::test]
 async fn a_restart_loses_every_link_and_brings_it_back_in_the_new_incarnation() {
     let log = log_of(CONFIG);
@@ -204,6 +318,9 @@ async fn an_unreachable_node_answers_unavailable_and_still_listens() {
     assert!(a.publish(event("c", "1")).await.is_err());
     assert!(a.read(ask(&[])).await.is_err());
     assert!(a.revocations(vec![]).await.is_err());
+    assert!(a.report(String::new(), HOUR).await.is_err() && a.retire().await.is_err());
+    assert!(a.tell(None, String::new()).await.is_err());
+    assert!(a.claim(claims("u", &["s"]), 1).await.is_err() && a.release(vec![]).await.is_err());
     let id = publish(&b, "c").await;
     assert!(matches!(next(&mut link).await, FromLink::Up(_)));
     assert!(matches!(next(&mut link).await, FromLink::Confirmed(_)));

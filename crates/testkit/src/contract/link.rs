@@ -1,4 +1,4 @@
-//! The contract's half about the link: who hears what, in which order, what a loss looks like; and
+//! The contract's third about the link: who hears what, in which order, what a loss looks like; and
 //! revocations, which travel on it.
 
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The contract's half about the log: ids, keys, reads, holes, incarnations.
+//! The contract's third about the log: ids, keys, reads, holes, incarnations.
 
 use std::time::Duration;
 

@@ -1,0 +1,82 @@
+//! What nodes know of each other, in Redis: arguments and answers of the Functions in
+//! `migrations/0002_fleet.lua`, and the message from node to node. Decides nothing about places or
+//! ages (the Functions do, atomically), nor what a report says (the hub does).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hub::backplane::{Claim, Claimed, Fleet, Report};
+use redis::Cmd;
+
+use crate::dial::Fault;
+use crate::log::odd;
+use crate::message::TOLD;
+
+fn call(function: &str, log: &str, node: &str) -> Cmd {
+    let mut cmd = redis::cmd("FCALL");
+    cmd.arg(function).arg(1).arg(log).arg(node);
+    cmd
+}
+
+/// The call that reports.
+pub(crate) fn report_cmd(log: &str, node: &str, body: &str, ttl: Duration) -> Cmd {
+    let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX).max(1);
+    call("tidegate_report_1", log, node).arg(body).arg(ttl_ms).to_owned()
+}
+
+/// Its answer: the clock, the birth, and of each node its name, its report's age in ms and the report.
+pub(crate) type Reported = (u64, u64, Vec<(Vec<u8>, u64, Vec<u8>)>);
+
+/// Its answer, by node name, and how many reports are no text: those are left out.
+pub(crate) fn fleet((now_ms, birth_ms, said): Reported) -> (Fleet, u64) {
+    let n_said = said.len();
+    let report = |(node, age_ms, body)| {
+        let node = String::from_utf8(node).ok()?.into();
+        Some(Report { node, body: String::from_utf8(body).ok()?, age: Duration::from_millis(age_ms) })
+    };
+    let mut reports: Vec<Report> = said.into_iter().filter_map(report).collect();
+    reports.sort_by(|a, b| a.node.cmp(&b.node));
+    let n_skipped = n_said - reports.len();
+    (Fleet { reports, birth_ms, now_ms }, n_skipped as u64)
+}
+
+/// The call that takes the own report away.
+pub(crate) fn retire_cmd(log: &str, node: &str) -> Cmd {
+    call("tidegate_retire_1", log, node)
+}
+
+/// The message, on a pub/sub channel. No Function: nothing of it is stored.
+pub(crate) fn tell_cmd(pubsub: &str, text: &str) -> Cmd {
+    redis::cmd("PUBLISH").arg(pubsub).arg(format!("{TOLD}{text}")).to_owned()
+}
+
+/// The call that claims; `max` 0 counts as 1.
+pub(crate) fn claim_cmd(log: &str, node: &str, claims: &[Claim], max: u32) -> Cmd {
+    let mut cmd = call("tidegate_claim_1", log, node);
+    cmd.arg(max.max(1));
+    for Claim { user, session, since } in claims {
+        cmd.arg(&**user).arg(&**session);
+        match since {
+            Some(since) => cmd.arg(since),
+            None => cmd.arg(""),
+        };
+    }
+    cmd
+}
+
+/// Its answer: a place and a flag for each claim.
+pub(crate) fn claimed(n_claims: usize, answer: &[u64]) -> Result<Vec<Claimed>, Fault> {
+    if answer.len() != 2 * n_claims {
+        return Err(odd());
+    }
+    Ok(answer.chunks_exact(2).map(|pair| Claimed { since: pair[0], replaced: pair[1] != 0 }).collect())
+}
+
+/// The call that gives places up.
+pub(crate) fn release_cmd(log: &str, node: &str, of: &[(Arc<str>, Arc<str>)]) -> Cmd {
+    let mut cmd = call("tidegate_release_1", log, node);
+    for (user, session) in of {
+        cmd.arg(&**user).arg(&**session);
+    }
+    cmd
+}

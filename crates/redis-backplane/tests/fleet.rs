@@ -1,0 +1,192 @@
+//! The fleet on a real server: what is stored and for how long, what a flushed or foreign server
+//! costs, and what anybody may publish to a node.
+
+mod common;
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use common::{Node, PATIENCE, channel, config};
+use hub::backplane::{Backplane, Claim, Claimed, FromLink};
+use testkit::redis::RedisServer;
+use tidegate_redis_backplane::LinkStats;
+
+const TTL: Duration = Duration::from_secs(20);
+
+fn claim(user: &str, session: &str, since: Option<u64>) -> Claim {
+    Claim { user: user.into(), session: session.into(), since }
+}
+
+impl Node {
+    async fn claim(&self, session: &str, since: Option<u64>, max: u32) -> Claimed {
+        self.plane.claim(vec![claim("u", session, since)], max).await.unwrap()[0]
+    }
+
+    /// Who was replaced, before the next text.
+    async fn replaced(&mut self) -> Vec<String> {
+        let mut replaced = Vec::new();
+        loop {
+            match self.next().await {
+                FromLink::Replaced { session, .. } => replaced.push(session.to_string()),
+                FromLink::Told(_) => return replaced,
+                FromLink::Lost => panic!("lost before a text"),
+                _ => {}
+            }
+        }
+    }
+}
+
+fn relinks(node: &Node) -> u64 {
+    let stats: &LinkStats = &node.plane.stats();
+    stats.relinks.load(Ordering::Relaxed)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_of_a_fleet_that_went_stays_behind() {
+    let server = RedisServer::plain();
+    let node = Node::up(&server, "t", "n").await;
+    let left = |key: &str| server.cli(&["PTTL", key]).parse::<i64>().unwrap();
+    node.plane.report("{}".into(), TTL).await.unwrap();
+    for key in ["t:fleet:idx", "t:fleet:n:n"] {
+        assert!((1..=20_000).contains(&left(key)), "{key}");
+    }
+    node.claim("s", None, 1).await;
+    assert!((590_000..=600_000).contains(&left("t:sessions:u")));
+    node.plane.release(vec![("u".into(), "s".into())]).await.unwrap();
+    node.plane.retire().await.unwrap();
+    assert_eq!(server.cli(&["EXISTS", "t:sessions:u", "t:fleet:idx", "t:fleet:n:n"]), "0");
+    assert_eq!(server.cli(&["KEYS", "*sessions*"]), "");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn libraries_that_went_are_loaded_again_by_every_call() {
+    let server = RedisServer::plain();
+    let node = Node::up(&server, "t", "n").await;
+    let first = node.claim("s1", None, 2).await.since;
+    for gone in [["FUNCTION", "FLUSH", "SYNC"], ["FUNCTION", "DELETE", "tidegate_fleet"]] {
+        server.cli(&gone);
+        assert_eq!(node.claim("s1", Some(first), 2).await, Claimed { since: first, replaced: false });
+        server.cli(&gone);
+        node.plane.report("{}".into(), TTL).await.unwrap();
+        server.cli(&gone);
+        node.plane.release(vec![("u".into(), "s1".into())]).await.unwrap();
+        server.cli(&gone);
+        node.plane.retire().await.unwrap();
+    }
+    server.cli(&["FUNCTION", "FLUSH"]);
+    server.flushall();
+    assert_eq!(node.claim("s1", Some(first), 1).await, Claimed { since: first, replaced: false });
+    assert!(node.claim("s2", None, 1).await.since > first);
+    assert_eq!(server.cli(&["ZRANGE", "t:sessions:u", "0", "-1"]), "s2 n");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_logs_birth_is_of_the_log_and_no_restart_of_the_server_moves_it() {
+    let server = RedisServer::plain();
+    // Nobody has read or published yet: a back end's claim finds no log.
+    let migrated = Node::up(&server, "other", "n").await;
+    let born =
+        |prefix: &str| server.cli(&["FCALL", "tidegate_report_1", "1", &format!("{prefix}:log"), "x", "{}", "1000"]);
+    assert_eq!(born("empty").lines().nth(1), Some("0"));
+    assert_eq!(server.cli(&["EXISTS", "empty:log"]), "0");
+    let birth_ms = migrated.plane.report("{}".into(), TTL).await.unwrap().birth_ms;
+    assert_eq!(server.cli(&["HGET", "other:log", "born"]), birth_ms.to_string());
+    server.cli(&["HSET", "other:log", "start", "99-1"]);
+    assert_eq!(migrated.plane.report("{}".into(), TTL).await.unwrap().birth_ms, birth_ms);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reports_that_are_no_text_are_counted_and_left_out() {
+    let server = RedisServer::plain();
+    let node = Node::up(&server, "t", "n").await;
+    let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
+    let mut report = async |name: &[u8], body: &[u8]| {
+        let mut cmd = redis::cmd("FCALL");
+        cmd.arg("tidegate_report_1").arg(1).arg("t:log").arg(name).arg(body).arg(20_000);
+        cmd.exec_async(&mut connection).await.unwrap();
+    };
+    report(b"odd", b"\xff").await;
+    report(b"\xff", b"{}").await;
+    report(b"good", b"").await;
+    let fleet = node.plane.report("{}".into(), TTL).await.unwrap();
+    assert_eq!(fleet.reports.iter().map(|r| &*r.node).collect::<Vec<_>>(), ["good", "n"]);
+    assert_eq!(node.plane.stats().skipped.load(Ordering::Relaxed), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn poison_from_node_to_node_is_counted_and_the_next_text_heard() {
+    let server = RedisServer::plain();
+    let mut node = Node::up(&server, "t", "n").await;
+    let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
+    let long = [b"told ".to_vec(), vec![b'x'; 2 << 20]].concat();
+    let faults: [&[u8]; 6] = [b"told \xff", b"replaced ", b"replaced s", b"replaced  u", b"\x00\xfe", &long];
+    let later: [&[u8]; 4] = [b"told", b"", b"replaced", b"hold 15m x"];
+    for name in ["t:ctl", "t:node:n"] {
+        for payload in faults.iter().chain(&later) {
+            redis::cmd("PUBLISH").arg(name).arg(payload).exec_async(&mut connection).await.unwrap();
+        }
+    }
+    node.plane.tell(None, "still here".into()).await.unwrap();
+    loop {
+        match node.next().await {
+            FromLink::Told(text) => break assert_eq!(text, "still here"),
+            FromLink::Beacon(_) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(node.plane.stats().skipped.load(Ordering::Relaxed), 2 * faults.len() as u64);
+    assert_eq!(relinks(&node), 0);
+}
+
+/// As documented in migrations/README.md.
+#[tokio::test(flavor = "multi_thread")]
+async fn who_may_not_ask_for_nodes_takes_all_for_living() {
+    let server = RedisServer::plain();
+    server.cli(&["ACL", "SETUSER", "node", "on", ">secret", "allcommands", "-pubsub", "~t:*", "&t:*"]);
+    let mut config = config(format!("redis://node@127.0.0.1:{}", server.port()), "t", "n");
+    config.password = Some("secret".into());
+    let mut node = Node::up_with(config).await;
+    server.cli(&["FCALL", "tidegate_claim_1", "1", "t:log", "dead", "1", "u", "old", ""]);
+    node.claim("s1", None, 1).await;
+    node.plane.tell(None, "end".into()).await.unwrap();
+    assert_eq!(node.replaced().await, ["old"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_storm_of_claims_and_long_texts_delays_neither_publishing_nor_the_link() {
+    let server = RedisServer::plain();
+    let mut node = Node::up(&server, "t", "n").await;
+    let other = Node::up(&server, "t", "m").await;
+    let c = channel("c");
+    node.want(&c).await;
+    let storm = async {
+        for round in 0..20 {
+            let claims = (0..300).map(|i| claim(&format!("u{i}"), &format!("s{round}-{i}"), None)).collect();
+            other.plane.claim(claims, 2).await.unwrap();
+            other.plane.tell(Some("nobody".into()), "x".repeat(1 << 20)).await.unwrap();
+        }
+    };
+    let publish = async {
+        for _ in 0..20 {
+            node.log(&c, "1").await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, futures_util::future::join(storm, publish)).await.expect("all is answered");
+    assert_eq!(relinks(&node), 0);
+    assert_eq!(server.cli(&["ZCARD", "t:sessions:u7"]), "2");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_is_cut_off_loses_its_places_and_gets_them_back_by_claiming_again() {
+    let mut server = RedisServer::plain();
+    let mut node = Node::up(&server, "t", "n").await;
+    let first = node.claim("s1", None, 1).await.since;
+    server.restart();
+    node.until_lost().await;
+    node.until_up().await;
+    assert_eq!(server.cli(&["EXISTS", "t:sessions:u"]), "0", "the server had nothing to keep it on");
+    assert_eq!(node.claim("s1", Some(first), 1).await, Claimed { since: first, replaced: false });
+    node.claim("s2", None, 1).await;
+    node.plane.tell(Some("n".into()), "end".into()).await.unwrap();
+    assert_eq!(node.replaced().await, ["s1"]);
+}

@@ -1,0 +1,190 @@
+#!lua name=tidegate_fleet
+--
+-- Tidegate's fleet on Redis, revision 2: what nodes say of themselves, and the places of a user's
+-- sessions. For Redis 7.0 and later. Stands beside the log's library and calls nothing of it.
+--
+-- Decides: which report is too old, which place a session gets, and which session is one too many.
+-- Decides nothing about what a report says, nor what becomes of a session that lost its place.
+--
+-- Every function takes one key, `<prefix>:log`; all other keys are derived from it (see README.md
+-- beside this file). Names are for nodes, and never change their arguments or replies.
+
+local REVISION = 2
+
+-- How long a user's places are kept after the last claim. Nodes renew every half minute or so.
+local PLACES_MS = 600000
+-- Places are counted in doubles.
+local EXACT = 9007199254740992
+
+local function base_of(keys)
+  if #keys ~= 1 then return nil end
+  return string.match(keys[1], '^(.+):log$')
+end
+
+local function whole(s, low, high)
+  if not s or not string.find(s, '^%d+$') or #s > 16 then return nil end
+  local x = tonumber(s)
+  return x >= low and x <= high and x or nil
+end
+
+local function digits(x)
+  return string.format('%.0f', x)
+end
+
+local function now_us()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000000 + tonumber(t[2])
+end
+
+-- Reports -----------------------------------------------------------------------------------------
+
+-- When the log was born: the first id of the first incarnation that a report met. Kept in the log's
+-- own hash, so that it ends with it and only with it; 0: there is no log yet.
+local function birth_of(log)
+  local h = redis.call('HMGET', log, 'born', 'start')
+  if h[1] then return tonumber(h[1]) or 0 end
+  local ms = string.match(h[2] or '', '^(%d+)%-%d+$')
+  if not ms then return 0 end
+  redis.call('HSET', log, 'born', ms)
+  return tonumber(ms)
+end
+
+-- node body ttl_ms → now ms, birth ms, {node, age ms, body} of each whose report is no older than that.
+local function report_1(keys, args)
+  local base = base_of(keys)
+  if not base then return redis.error_reply('BADKEYS expected one key, <prefix>:log') end
+  local node, body, ttl = args[1], args[2], whole(args[3], 1, 3155760000000)
+  if not node or node == '' or not ttl then return redis.error_reply('BADARGS expected <node> <body> <ttl ms>') end
+  local now = math.floor(now_us() / 1000)
+  local idx, of = base .. ':fleet:idx', base .. ':fleet:n:'
+  redis.call('SET', of .. node, body, 'PXAT', digits(now + ttl))
+  redis.call('ZADD', idx, digits(now), node)
+  redis.call('ZREMRANGEBYSCORE', idx, '-inf', '(' .. digits(now - ttl))
+  if redis.call('PTTL', idx) < ttl then redis.call('PEXPIRE', idx, digits(ttl)) end
+  local listed, reports = redis.call('ZRANGE', idx, 0, -1, 'WITHSCORES'), {}
+  for i = 1, #listed, 2 do
+    local said = redis.call('GET', of .. listed[i])
+    if said then
+      reports[#reports + 1] = { listed[i], math.max(0, now - tonumber(listed[i + 1])), said }
+    else
+      -- Its writer keeps reports for a shorter time than we do.
+      redis.call('ZREM', idx, listed[i])
+    end
+  end
+  return { now, birth_of(keys[1]), reports }
+end
+
+-- node → OK.
+local function retire_1(keys, args)
+  local base = base_of(keys)
+  if not base then return redis.error_reply('BADKEYS expected one key, <prefix>:log') end
+  if not args[1] or args[1] == '' then return redis.error_reply('BADARGS expected <node>') end
+  redis.call('ZREM', base .. ':fleet:idx', args[1])
+  redis.call('DEL', base .. ':fleet:n:' .. args[1])
+  return redis.status_reply('OK')
+end
+
+-- Places ------------------------------------------------------------------------------------------
+
+-- A member of a user's set is `<session> <node>`; a session's name has no white space.
+local function parts(member)
+  return string.match(member, '^(%S+) (.+)$')
+end
+
+-- Is this node there? Every living node listens for its own beacon. Asked once a call and node.
+-- Who may not ask takes everybody for living: then only low places go, as without any dead.
+local function is_there(base, known, node)
+  if not node then return false end
+  if known[node] == nil then
+    local n = redis.pcall('PUBSUB', 'NUMSUB', base .. ':beacon:' .. node)
+    known[node] = n.err ~= nil or n[2] ~= 0
+  end
+  return known[node]
+end
+
+-- Leaves at most `max` in the set: who is gone goes first, then the lowest; gives those lowest.
+local function make_room(base, set, max, known)
+  if redis.call('ZCARD', set) <= max then return {} end
+  local left, replaced = {}, {}
+  for _, member in ipairs(redis.call('ZRANGE', set, 0, -1)) do
+    local _, node = parts(member)
+    if is_there(base, known, node) then
+      left[#left + 1] = member
+    else
+      redis.call('ZREM', set, member)
+    end
+  end
+  for i = 1, #left - max do
+    redis.call('ZREM', set, left[i])
+    replaced[i] = left[i]
+  end
+  return replaced
+end
+
+-- Puts the session at its place, or above all, whatever place it had.
+local function place(set, member, since, now)
+  if not since then
+    local highest = redis.call('ZRANGE', set, 0, 0, 'REV', 'WITHSCORES')
+    since = math.max(now, (tonumber(highest[2]) or 0) + 1)
+  end
+  redis.call('ZADD', set, digits(since), member)
+  redis.call('PEXPIRE', set, PLACES_MS)
+  return since
+end
+
+local CLAIM = 'BADARGS expected <node> <max> [<user> <session> <since or nothing>]…'
+
+-- Nothing is changed before everything is understood.
+local function are_claims(args)
+  if #args % 3 ~= 2 or args[1] == '' or not whole(args[2], 1, 4294967295) then return false end
+  for i = 3, #args, 3 do
+    if not string.find(args[i + 1], '^%S+$') then return false end
+    if args[i + 2] ~= '' and not whole(args[i + 2], 0, EXACT) then return false end
+  end
+  return true
+end
+
+-- node max then triples: user session since|'' → a pair each: since, 1 if it is itself one too many.
+local function claim_1(keys, args)
+  local base = base_of(keys)
+  if not base then return redis.error_reply('BADKEYS expected one key, <prefix>:log') end
+  if not are_claims(args) then return redis.error_reply(CLAIM) end
+  local node, max, now = args[1], tonumber(args[2]), now_us()
+  -- Whoever calls is there, even while it makes its link anew.
+  local known, lost, out = { [node] = true }, {}, {}
+  for i = 3, #args, 3 do
+    local user, session = args[i], args[i + 1]
+    local set = base .. ':sessions:' .. user
+    out[#out + 1] = place(set, session .. ' ' .. node, tonumber(args[i + 2]), now)
+    out[#out + 1] = 0
+    lost[session .. ' ' .. node .. ' ' .. user] = nil
+    for _, member in ipairs(make_room(base, set, max, known)) do
+      lost[member .. ' ' .. user] = true
+      redis.call('PUBLISH', base .. ':ctl', 'replaced ' .. parts(member) .. ' ' .. user)
+    end
+  end
+  -- Whoever came later in the batch may have replaced one that came earlier.
+  local at = 0
+  for i = 3, #args, 3 do
+    at = at + 2
+    if lost[args[i + 1] .. ' ' .. node .. ' ' .. args[i]] then out[at] = 1 end
+  end
+  return out
+end
+
+-- node then pairs: user session → OK, whether they had places or not.
+local function release_1(keys, args)
+  local base = base_of(keys)
+  if not base then return redis.error_reply('BADKEYS expected one key, <prefix>:log') end
+  if #args % 2 ~= 1 or args[1] == '' then return redis.error_reply('BADARGS expected <node> [<user> <session>]…') end
+  for i = 2, #args, 2 do
+    redis.call('ZREM', base .. ':sessions:' .. args[i], args[i + 1] .. ' ' .. args[1])
+  end
+  return redis.status_reply('OK')
+end
+
+redis.register_function { function_name = 'tidegate_report_1', callback = report_1, flags = { 'allow-oom' } }
+redis.register_function { function_name = 'tidegate_retire_1', callback = retire_1, flags = { 'allow-oom' } }
+redis.register_function { function_name = 'tidegate_claim_1', callback = claim_1, flags = { 'allow-oom' } }
+redis.register_function { function_name = 'tidegate_release_1', callback = release_1, flags = { 'allow-oom' } }
+redis.register_function { function_name = 'tidegate_fleet_version', callback = function() return REVISION end, flags = { 'no-writes' } }
