@@ -14,8 +14,9 @@ use bytes::Bytes;
 use edge::accept::{self, AcceptConfig, Tcp};
 use edge::admin::{AdminKey, AdminState};
 use edge::admit::{Gate, GateConfig};
+use edge::jwks::{FileFetcher, UrlFetcher};
 use edge::probes::{Link, ProbeConfig, Probes, Vitals};
-use hub::auth::{KeyError, Verifier};
+use hub::auth::{KeyError, KeyFetcher, KeyKeeper, RefreshConfig, Verifier};
 use hub::backplane::Backplane;
 use hub::clock::{Clock, Dice};
 use hub::departure;
@@ -32,7 +33,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::config::Config;
+use crate::config::{Config, Key};
 use crate::settings;
 
 /// The version that runs.
@@ -130,12 +131,15 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
     settings::announce(&config, &addresses, seed)?;
     listening(&addresses);
 
-    let node = Node::assemble(&config, plugins, backplane, metrics, clock, dice, capacity)?;
+    let mut node = Node::assemble(&config, plugins, backplane, metrics, clock, dice, capacity)?;
     let tasks = TaskTracker::new();
     let doors_close = CancellationToken::new();
     tasks.spawn(doors_close.clone().run_until_cancelled_owned(vitals.clone().run_heartbeat()));
     tasks.spawn(doors_close.clone().run_until_cancelled_owned(follow_phase(node.hub.clone(), vitals.clone())));
-    tasks.spawn(doors_close.clone().run_until_cancelled_owned(gauge(node.gate.clone(), redis.clone())));
+    tasks.spawn(doors_close.clone().run_until_cancelled_owned(gauge(node.gate.clone(), redis.clone(), vitals.clone())));
+    if let Some(keeper) = node.keeper.take() {
+        tasks.spawn(doors_close.clone().run_until_cancelled_owned(keeper.run()));
+    }
     let user_timeout = config.session.heartbeat_timeout + config.session.write_timeout;
     let accept = AcceptConfig {
         handshakes: config.admission.handshakes as usize,
@@ -148,7 +152,7 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
     let api = edge::admin::router(node.admin_state(&config, console));
     tasks.spawn(accept::serve_api(doors.admin, api, tasks.clone(), doors_close.clone()));
 
-    let ended = live(&node.hub, redis.as_deref(), &mut stops).await;
+    let ended = live(&node, redis.as_deref(), &mut stops).await;
     doors_close.cancel();
     node.hub.shut_down().await;
     vitals.set_phase(node.hub.phase());
@@ -156,20 +160,22 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
     ended
 }
 
-/// Waits for the backplane, serves, drains.
-async fn live(
-    hub: &Arc<Hub>,
-    redis: Option<&RedisBackplane>,
-    stops: &mut mpsc::Receiver<Stop>,
-) -> Result<(), RunError> {
+/// Waits for the backplane and for the token keys, serves, drains.
+async fn live(node: &Node, redis: Option<&RedisBackplane>, stops: &mut mpsc::Receiver<Stop>) -> Result<(), RunError> {
+    let hub = &node.hub;
     hub.start();
-    if let Some(redis) = redis {
-        tokio::select! {
-            ready = redis.wait_ready() => ready?,
-            // Nobody is connected, so there is nothing to drain, whoever asks for it.
-            Some(_) = stops.recv() => return Ok(()),
-            _ = draining(hub) => return Ok(()),
+    let ready = async {
+        if let Some(redis) = redis {
+            redis.wait_ready().await?;
         }
+        node.gate.verifier.ready().await;
+        Ok::<(), RunError>(())
+    };
+    tokio::select! {
+        ready = ready => ready?,
+        // Nobody is connected, so there is nothing to drain, whoever asks for it.
+        Some(_) = stops.recv() => return Ok(()),
+        _ = draining(hub) => return Ok(()),
     }
     hub.serve();
     let drained = departure::drain(hub);
@@ -234,6 +240,8 @@ async fn bind(address: SocketAddr, variable: &'static str) -> Result<TcpListener
 struct Node {
     hub: Arc<Hub>,
     gate: Arc<Gate>,
+    /// Fetches the token keys, where they can change; to be run.
+    keeper: Option<KeyKeeper>,
 }
 
 impl Node {
@@ -246,9 +254,9 @@ impl Node {
         dice: Dice,
         capacity: usize,
     ) -> Result<Self, RunError> {
-        let verifier = Arc::new(Verifier::new(settings::auth(config)?)?);
+        let (verifier, keeper) = verifier(config, &dice)?;
         let revocations = Arc::new(Revocations::new(backplane.clone(), settings::revocation(config), metrics.clone()));
-        let hub = Hub::new(Parts {
+        let parts = Parts {
             config: settings::hub(config, capacity),
             backplane,
             verifier: verifier.clone(),
@@ -257,7 +265,8 @@ impl Node {
             metrics: metrics.clone(),
             clock: clock.clone(),
             dice: dice.clone(),
-        });
+        };
+        let hub = Hub::in_fleet(parts, settings::fleet(config));
         let admission = &config.admission;
         let (ip_rate, ip_burst) = admission.address_bucket().unwrap_or((0, 0));
         let gate = Gate {
@@ -270,10 +279,11 @@ impl Node {
             clock,
             capacity: Capacity::new(capacity),
             bucket: AcceptBucket::new(admission.accept_burst, f64::from(admission.accept_rate), dice.clone()),
+            adaptive: settings::adaptive(config),
             addresses: AddressBuckets::new(ip_burst, f64::from(ip_rate), dice.clone()),
             dice,
         };
-        Ok(Self { hub, gate: Arc::new(gate) })
+        Ok(Self { hub, gate: Arc::new(gate), keeper })
     }
 
     fn admin_state(&self, config: &Config, console: Bytes) -> AdminState {
@@ -290,6 +300,21 @@ impl Node {
             client_js: CLIENT_JS,
         }
     }
+}
+
+/// What tokens are checked with, and who keeps its keys new.
+fn verifier(config: &Config, dice: &Dice) -> Result<(Arc<Verifier>, Option<KeyKeeper>), RunError> {
+    let auth = settings::auth(config)?;
+    let (refresh, fetcher): (_, Box<dyn KeyFetcher>) = match config.auth.key() {
+        Some(Key::JwksUrl(url)) => {
+            let fetcher = UrlFetcher::new(url).map_err(|e| RunError::Config(format!("GATEWAY_JWT_JWKS_URL: {e}")))?;
+            (RefreshConfig::URL, Box::new(fetcher))
+        }
+        Some(Key::JwksFile(path)) => (RefreshConfig::FILE, Box::new(FileFetcher::new(path))),
+        _ => return Ok((Arc::new(Verifier::new(auth)?), None)),
+    };
+    let (verifier, keeper) = Verifier::refreshed(auth, refresh, fetcher, dice.clone())?;
+    Ok((verifier, Some(keeper)))
 }
 
 /// The console page, which must know where clients connect.
@@ -356,14 +381,15 @@ async fn follow_phase(hub: Arc<Hub>, vitals: Arc<Vitals>) {
     }
 }
 
-/// Figures that are looked at: the bucket, the links.
-async fn gauge(gate: Arc<Gate>, redis: Redis) {
+/// Figures that are looked at, and the rate that follows from some of them: the bucket, the links.
+async fn gauge(gate: Arc<Gate>, redis: Redis, vitals: Arc<Vitals>) {
     let stats = redis.map(|redis| redis.stats());
     let mut every = interval(GAUGE_EVERY);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut skipped = 0;
     loop {
         every.tick().await;
+        steer(&gate, &vitals);
         gate.metrics.accept(gate.bucket.rate(), gate.bucket.tokens(tokio::time::Instant::now()));
         let Some(stats) = &stats else { continue };
         for (name, is_up) in stats.links() {
@@ -377,4 +403,17 @@ async fn gauge(gate: Arc<Gate>, redis: Redis) {
         }
         skipped = now;
     }
+}
+
+/// Moves the accept rate to what authentication bears (`GATEWAY_ACCEPT_MODE=adaptive`).
+fn steer(gate: &Gate, vitals: &Vitals) {
+    let Some(adaptive) = &gate.adaptive else { return };
+    let (now, before) = (tokio::time::Instant::now(), gate.bucket.rate());
+    let verdict = adaptive.tick(now, vitals.take_worst_lag(), gate.bucket.n_refused());
+    if verdict.rate == before {
+        return;
+    }
+    gate.bucket.set_rate(verdict.rate, now);
+    let median_ms = verdict.p50.map(|p50| p50.as_secs_f64() * 1e3);
+    tracing::info!(rate = verdict.rate, before, why = verdict.why.word(), median_ms, "the accept rate moves");
 }

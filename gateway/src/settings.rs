@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::io::{self, Write};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,11 +15,14 @@ use edge::origin::OriginPolicy;
 use edge::reject::{RefuseModes, SseRefuse, WsRefuse};
 use hub::auth::{AuthConfig, KeySource, Secret, UserChannel};
 use hub::departure::{DrainConfig, Window};
+use hub::fleet::FleetConfig;
 use hub::hub::HubConfig;
+use hub::limit::Adaptive;
 use hub::message::Backoff;
 use hub::revocation::{RevocationConfig, WhenUnavailable};
 use hub::session::SessionConfig;
 use redis_backplane::{RedisConfig, RevocationKeys};
+use tokio::time::Instant;
 
 use crate::config::{self, AcceptMode, Config, Key, Origins, RedisScheme};
 use crate::run::{Addresses, RunError};
@@ -38,19 +42,10 @@ pub fn refuse_what_is_not_there(config: &Config) -> Result<(), RunError> {
     if config.listen.tls().is_some() {
         missing.push("GATEWAY_TLS_CERT_FILE, GATEWAY_TLS_KEY_FILE: this build ends no TLS, let the balancer do it");
     }
-    if config.auth.jwks_url.is_some() {
-        missing.push("GATEWAY_JWT_JWKS_URL: this build fetches no key set, mount one and set GATEWAY_JWT_JWKS_FILE");
-    }
     match config.redis.url.as_ref().map(|url| url.scheme) {
         Some(RedisScheme::Cluster) => missing.push("GATEWAY_REDIS_URL: this build speaks to no Redis Cluster"),
         Some(RedisScheme::Sentinel) => missing.push("GATEWAY_REDIS_URL: this build asks no Sentinel"),
         _ => {}
-    }
-    if config.admission.accept_mode == AcceptMode::Adaptive {
-        missing.push("GATEWAY_ACCEPT_MODE: this build knows only fixed");
-    }
-    if config.session.max_per_user.is_some() {
-        missing.push("GATEWAY_MAX_SESSIONS_PER_USER: this build counts no sessions per user");
     }
     if missing.is_empty() {
         return Ok(());
@@ -122,7 +117,8 @@ pub fn auth(config: &Config) -> Result<AuthConfig, RunError> {
             Some(Key::JwksFile(path)) => KeySource::Jwks(fs::read_to_string(path).map_err(|e| {
                 RunError::Config(format!("GATEWAY_JWT_JWKS_FILE: {} cannot be read: {e}", path.display()))
             })?),
-            Some(Key::JwksUrl(_)) | None => return Err(RunError::Config("no JWT key is set".to_owned())),
+            Some(Key::JwksUrl(_)) => KeySource::Awaited,
+            None => return Err(RunError::Config("no JWT key is set".to_owned())),
         };
     let some = |list: &Vec<String>| (!list.is_empty()).then(|| list.clone());
     Ok(AuthConfig {
@@ -180,6 +176,23 @@ pub fn hub(config: &Config, capacity: usize) -> HubConfig {
             reconnect: Backoff::default(),
         },
     }
+}
+
+/// What the node tells of itself, and what it limits over the fleet.
+pub fn fleet(config: &Config) -> FleetConfig {
+    FleetConfig {
+        version: crate::run::VERSION,
+        report_every: config.fleet.report,
+        ttl: config.fleet.ttl,
+        max_sessions_per_user: config.session.max_per_user.and_then(NonZeroU32::new),
+    }
+}
+
+/// What moves the accept rate, where something does.
+pub fn adaptive(config: &Config) -> Option<Adaptive> {
+    let admission = &config.admission;
+    let (floor, ceiling) = (f64::from(admission.accept_rate), f64::from(admission.accept_rate_max));
+    (admission.accept_mode == AcceptMode::Adaptive).then(|| Adaptive::new(floor, ceiling, Instant::now()))
 }
 
 /// How newcomers are looked at. The browser client is the caller's to add.

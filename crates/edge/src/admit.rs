@@ -3,7 +3,7 @@
 //! looked up outside this process; a refusal is therefore cheap however many come at once.
 //!
 //! handshake, origin (is it a request at all?) → phase, capacity (atomics) → address bucket →
-//! accept bucket → token signature → revocation → plugins → open.
+//! accept bucket → token signature → this user's own crowd → revocation → plugins → open.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,12 +12,12 @@ use bytes::Bytes;
 use http::request::Parts;
 use http::{HeaderValue, Method, Response, StatusCode, header};
 use http_body_util::Full;
-use hub::auth::{Identity, Verifier};
+use hub::auth::{Denied, Identity, Verifier};
 use hub::clock::{Clock, Dice};
 use hub::close::PlannedCodes;
 use hub::event::Wire;
 use hub::hub::{Hub, Newcomer, Open, Phase};
-use hub::limit::{AcceptBucket, AddressBuckets, Capacity, Seat, is_local};
+use hub::limit::{AcceptBucket, Adaptive, AddressBuckets, Capacity, Coming, Seat, is_local};
 use hub::plugin::{Admission, Ask, Plugins};
 use hub::refusal::{Refusal, RefusalCode};
 use hub::revocation::{CheckOutcome, Revocations, WhenUnavailable};
@@ -85,6 +85,8 @@ pub struct Gate {
     pub capacity: Capacity,
     /// Attempts of everybody.
     pub bucket: AcceptBucket,
+    /// What moves the bucket's rate (`GATEWAY_ACCEPT_MODE=adaptive`); `None`: it stands.
+    pub adaptive: Option<Adaptive>,
     /// Attempts of one address.
     pub addresses: AddressBuckets,
 }
@@ -150,14 +152,26 @@ impl Gate {
     async fn admit(&self, wire: Wire, head: &Parts, seen: &Seen) -> Result<Open, Refusal> {
         let request = StreamRequest::read(head, &self.config.credential)?;
         self.config.origin.check(wire, head, request.credential.place(), seen)?;
-        let seat = step!("limit").in_scope(|| self.take_place(seen))?;
+        // Not its right but its turn: whoever was cut off waits for what it misses.
+        let coming = if self.hub.may_be_returning(&request.since) { Coming::Back } else { Coming::New };
+        let seat = step!("limit").in_scope(|| self.take_place(coming, seen))?;
         let began = Instant::now();
         let deadline = began + self.config.auth_timeout;
-        let identity = step!("token").in_scope(|| self.authenticate(&request.credential, seen))?;
+        let identity =
+            self.authenticate(&request.credential, coming, seen, deadline).instrument(step!("token")).await?;
         let channels = self.hub.channels_for(&identity, &request.channels)?;
-        self.ask_revocations(&identity, deadline).instrument(step!("revocation")).await?;
-        let admission = self.ask_plugins(&identity, wire, head, seen, deadline).instrument(step!("plugins")).await?;
-        self.metrics.auth_seconds(began.elapsed().as_secs_f64());
+        self.hub.may_come(&identity).map_err(|after| {
+            Refusal::retry(
+                RefusalCode::TooManyRequests,
+                "this user's sessions replace each other too often (GATEWAY_MAX_SESSIONS_PER_USER)",
+                after,
+            )
+        })?;
+        let asked = async {
+            self.ask_revocations(&identity, deadline).instrument(step!("revocation")).await?;
+            self.ask_plugins(&identity, wire, head, seen, deadline).instrument(step!("plugins")).await
+        };
+        let admission = self.note_what_it_took(began, asked.await)?;
         let _open = step!("open").entered();
         self.hub.open(Newcomer {
             identity,
@@ -171,7 +185,7 @@ impl Gate {
     }
 
     /// Phase and capacity, the address's bucket, everybody's bucket. Waits for nothing.
-    fn take_place(&self, seen: &Seen) -> Result<Seat, Refusal> {
+    fn take_place(&self, coming: Coming, seen: &Seen) -> Result<Seat, Refusal> {
         let now = Instant::now();
         if self.hub.is_door_closed() {
             let after = self.dice.between(Duration::from_secs(1), Duration::from_secs(3));
@@ -196,7 +210,7 @@ impl Gate {
                 )
             })?;
         }
-        self.bucket.take(now).map_err(|after| {
+        self.bucket.take(coming, now).map_err(|after| {
             Refusal::retry(RefusalCode::Overloaded, "too many come at once (GATEWAY_ACCEPT_RATE)", after)
         })?;
         Ok(seat)
@@ -208,20 +222,30 @@ impl Gate {
         !self.config.proxies.is_empty() || !is_local(seen.client)
     }
 
-    fn authenticate(&self, credential: &Credential, seen: &Seen) -> Result<Arc<Identity>, Refusal> {
-        let verified = credential.token().and_then(|token| match token {
-            None => {
+    /// Waits only for a key that nobody has seen yet.
+    async fn authenticate(
+        &self,
+        credential: &Credential,
+        coming: Coming,
+        seen: &Seen,
+        deadline: Instant,
+    ) -> Result<Arc<Identity>, Refusal> {
+        let verified = match credential.token() {
+            Ok(Some(token)) => match self.verifier.authenticate(token.as_str(), &self.clock, deadline).await {
+                Ok(identity) => Ok(identity),
+                // Its token may be good: neither it nor its address is to blame.
+                Err(denied @ Denied::KeysUnavailable) => return Err(self.auth_unavailable(denied.detail())),
+                Err(denied) => Err(Refusal::new(denied.code(), denied.detail())),
+            },
+            Ok(None) => {
                 self.verifier.anonymous().ok_or_else(|| Refusal::new(RefusalCode::TokenMissing, "a token is needed"))
             }
-            Some(token) => self
-                .verifier
-                .verify(token.as_str(), self.clock.unix())
-                .map_err(|denied| Refusal::new(denied.code(), denied.detail())),
-        });
+            Err(refusal) => Err(refusal),
+        };
         verified.inspect_err(|_| {
             // It cost us little, so its place goes to somebody else; its address pays.
             let now = Instant::now();
-            self.bucket.give_back(now);
+            self.bucket.give_back(coming, now);
             if self.counts_addresses(seen) {
                 self.addresses.charge(seen.client, BAD_TOKEN_COST, now);
             }
@@ -259,6 +283,21 @@ impl Gate {
             Ok(verdict) => verdict,
             Err(_) => Err(self.auth_unavailable("admission took too long (GATEWAY_AUTH_TIMEOUT)")),
         }
+    }
+
+    /// What a signature, the list and the plugins took, for the histogram and for whatever steers by it.
+    fn note_what_it_took<T>(&self, began: Instant, outcome: Result<T, Refusal>) -> Result<T, Refusal> {
+        let took = began.elapsed();
+        let was_answered = !matches!(&outcome, Err(refusal) if refusal.code == RefusalCode::AuthUnavailable);
+        if was_answered {
+            self.metrics.auth_seconds(took.as_secs_f64());
+        }
+        match &self.adaptive {
+            Some(adaptive) if was_answered => adaptive.admitted(took),
+            Some(adaptive) => adaptive.failed(),
+            None => {}
+        }
+        outcome
     }
 
     fn auth_unavailable(&self, detail: &str) -> Refusal {

@@ -472,6 +472,7 @@ impl Node {
             dice: dice.clone(),
             capacity: Capacity::new(config.capacity),
             bucket: AcceptBucket::new(burst, config.accept_rate, dice.clone()),
+            adaptive: None,
             addresses: AddressBuckets::new(1, 1.0, dice.clone()),
         });
         let (door, pipes) = mpsc::unbounded_channel();

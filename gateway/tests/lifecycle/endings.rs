@@ -4,9 +4,11 @@ use std::time::Duration;
 
 use hub::clock::Clock;
 use serde_json::{Value, json};
-use testkit::gateway::{GatewayOptions, GatewayProcess};
+use testkit::gateway::{GatewayOptions, GatewayProcess, token};
 use testkit::http;
+use testkit::proxy::Proxy;
 use testkit::redis::RedisServer;
+use testkit::sse::SseClient;
 use testkit::ws::{Answer, Frame, Heard, WsClient, opcode};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
@@ -186,6 +188,83 @@ async fn a_revocation_ends_open_sessions_on_every_node_within_a_second() {
     assert!(asked.elapsed() < Duration::from_secs(30));
     here.until_metric(&closed("revoked"), 3.0).await;
     there.until_metric(&closed("revoked"), 6.0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_published_after_a_tokens_end_reaches_its_session_and_redis_is_not_asked_for_it() {
+    let redis = RedisServer::plain();
+    let gateway = GatewayProcess::start(options().env("GATEWAY_REDIS_URL", redis.url())).await;
+    let exp = unix() + 3;
+    let claims = json!({"sub": "42", "channels": ["news"], "exp": exp});
+    let (by_ws, by_sse) = (ws(&gateway, &claims).await, sse(&gateway, &claims).await);
+    let publishing = async {
+        loop {
+            gateway.publish("news", &json!(Clock::system().unix().as_secs_f64())).await;
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    let hearing = async {
+        let (mut by_ws, mut by_sse) = (by_ws, by_sse);
+        let (blocks, (messages, code)) = tokio::join!(by_sse.until_end(), by_ws.until_closed());
+        assert_eq!((code, &messages.last().unwrap()["reason"]), (4401, &json!("token_expired")));
+        let of_ws = messages.iter().filter(|m| m["type"] == "event").map(|m| m["data"].as_f64().unwrap());
+        let events = blocks.iter().filter(|b| !b.is_comment() && b.kind() == "event");
+        let of_sse = events.map(|b| b.json()["data"].as_f64().unwrap());
+        [of_ws.collect::<Vec<_>>(), of_sse.collect()]
+    };
+    let heard = tokio::select! {
+        heard = hearing => heard,
+        () = publishing => unreachable!("it goes on for ever"),
+    };
+    for at in heard {
+        // A tenth of a second apart, for nearly three seconds.
+        assert!(at.len() > 10, "{at:?}");
+        assert!(at.iter().all(|at| *at < exp as f64 + 1.0), "ends at {exp}: {at:?}");
+    }
+    redis.cli(&["CONFIG", "RESETSTAT"]);
+    let (auth, public) = (bearer(&claims), gateway.public());
+    let by_ws = WsClient::connect(public, "/v1/ws", &[("Authorization", &auth)]).await.err().unwrap();
+    let by_sse = SseClient::connect(public, "/v1/sse", &[("Authorization", &auth)]).await.err().unwrap();
+    for refused in [by_ws, by_sse] {
+        assert_eq!((refused.status(), &refused.json()["code"]), (401, &json!("token_expired")));
+    }
+    assert!(!redis.cli(&["INFO", "commandstats"]).contains("cmdstat_mget"), "Redis was asked about a dead token");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_revocation_during_an_outage_of_one_nodes_link_ends_its_sessions_when_the_link_is_back() {
+    let redis = RedisServer::plain();
+    let proxy = Proxy::start(redis.addr()).await;
+    let here = GatewayProcess::start(options().env("GATEWAY_REDIS_URL", redis.url())).await;
+    // The sweep alone would take a minute: it is the link's return that must bring it.
+    let behind = options().env("GATEWAY_REDIS_URL", redis.url_at(proxy.port())).env("GATEWAY_REVOCATION_SWEEP", "2m");
+    let there = GatewayProcess::start(behind).await;
+    let of = |jti: &str| json!({"sub": "42", "jti": jti, "channels": ["news"]});
+    let (a, b) = (ws(&there, &of("j1")).await, sse(&there, &of("j1")).await);
+    let mut stays = ws(&there, &of("j2")).await;
+    let mut rotates = ws(&here, &of("j2")).await;
+    proxy.close();
+    proxy.cut();
+    revoke(&here, &json!({"jti": "j1"})).await;
+    // Ten seconds of it, as long as an outage lasts that nobody is paged for; nobody is ended by it.
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(n_open(&there).await, 3.0);
+    proxy.open();
+    let back = Instant::now();
+    let (a, b) = tokio::join!(ws_end(a), sse_end(b));
+    for end in [a, b] {
+        assert_eq!(end.words(), ("revoked", 4403, "never"));
+        assert!(end.at - back < Duration::from_secs(20), "{:?}", end.at - back);
+    }
+    // Another token of the same user is another token, and a new one in its place ends nobody.
+    rotates.send_json(&json!({"type": "auth", "ref": "r", "token": token(&of("j3"))})).await;
+    rotates.until("ok").await;
+    for client in [&mut stays, &mut rotates] {
+        client.send_json(&json!({"type": "ping"})).await;
+        client.until("pong").await;
+    }
+    there.until_metric(&closed("revoked"), 2.0).await;
+    here.until_metric(&closed("revoked"), 0.0).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

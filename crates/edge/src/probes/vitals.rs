@@ -112,6 +112,8 @@ pub struct Vitals {
     /// The last four windows, the latest in bit 0; 1: saturated.
     saturated: AtomicU8,
     lag_p99_ms: AtomicU64,
+    /// Since `take_worst_lag` was last called.
+    worst_lag_ms: AtomicU64,
 }
 
 impl Vitals {
@@ -135,6 +137,7 @@ impl Vitals {
             reasons: AtomicU8::new(0),
             saturated: AtomicU8::new(0),
             lag_p99_ms: AtomicU64::new(0),
+            worst_lag_ms: AtomicU64::new(0),
         })
     }
 
@@ -195,6 +198,12 @@ impl Vitals {
         &self.metrics
     }
 
+    /// How late the latest heartbeat since the last call was; to be asked by one only, once a second
+    /// or so: the windows of readiness are too slow for who steers by it.
+    pub fn take_worst_lag(&self) -> Duration {
+        Duration::from_millis(self.worst_lag_ms.swap(0, Ordering::AcqRel))
+    }
+
     /// The heartbeat. Run it on the main runtime, for it is that runtime's pulse; ends only by
     /// being dropped.
     ///
@@ -212,6 +221,7 @@ impl Vitals {
             // A tick that was missed altogether was late too: without those a stall of five
             // seconds would count as one late tick among a hundred.
             judge.lag(due, now);
+            self.worst_lag_ms.fetch_max(millis(now.saturating_duration_since(due)), Ordering::AcqRel);
             while due + TICK <= now {
                 due += TICK;
                 judge.lag(due, now);

@@ -161,6 +161,7 @@ impl Node {
             clock: clock.clone(),
             capacity: Capacity::new(capacity),
             bucket: AcceptBucket::new(100_000, 100_000.0, dice.clone()),
+            adaptive: None,
             addresses: AddressBuckets::new(0, 0.0, dice.clone()),
             dice,
         };

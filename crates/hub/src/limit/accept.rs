@@ -101,9 +101,10 @@ impl AcceptBucket {
         slot.delay(&self.dice)
     }
 
-    /// Gives one place back: the attempt cost less than was thought. Never above the burst.
-    pub fn give_back(&self, now: Instant) {
-        self.lock().give_back(now);
+    /// Gives back the place that `who` took: the attempt cost less than was thought. Never above
+    /// the burst; a newcomer's goes to the newcomers' share, so forged tokens do not use that up.
+    pub fn give_back(&self, who: Coming, now: Instant) {
+        self.lock().give_back(who, now);
     }
 
     /// Places at hand, 0 to `burst`.
@@ -162,9 +163,12 @@ impl Shared {
         self.bucket.promise(&self.rate, now)
     }
 
-    fn give_back(&mut self, now: Instant) {
+    fn give_back(&mut self, who: Coming, now: Instant) {
         self.refill(now);
         self.bucket.level = (self.bucket.level + TOKEN).min(self.most(now));
+        if who == Coming::New {
+            self.put_by = (self.put_by + TOKEN).min(self.claim(self.new, now));
+        }
     }
 
     fn set_rate(&mut self, per_second: f64, now: Instant) {

@@ -73,14 +73,14 @@ fn the_rate_is_exact_over_30_seconds_of_overload() {
 fn tokens_never_exceed_the_burst() {
     let bucket = AcceptBucket::new(10, 100.0, dice());
     let now = Instant::now();
-    bucket.give_back(now);
+    bucket.give_back(Coming::New, now);
     assert_eq!(bucket.tokens(now), 10.0);
     let later = now + Duration::from_secs(86_400 * 365);
     assert_eq!(bucket.tokens(later), 10.0);
     assert!(bucket.take(New, later).is_ok());
     assert_eq!(bucket.tokens(later), 9.0);
-    bucket.give_back(later);
-    bucket.give_back(later);
+    bucket.give_back(Coming::New, later);
+    bucket.give_back(Coming::New, later);
     assert_eq!(bucket.tokens(later), 10.0);
     assert_eq!(n_admitted(&bucket, New, later, Duration::ZERO, 100), 10);
 }
@@ -277,6 +277,25 @@ fn a_forged_cursor_shuts_nobody_out() {
     let n_new = sum(&admitted[1..60])[1];
     // Twenty a second are exactly the newcomers' part.
     assert!(n_new >= 59 * 20 - 2, "{n_new}");
+}
+
+#[test]
+fn forged_tokens_do_not_use_up_the_newcomers_share() {
+    let bucket = AcceptBucket::new(200, 100.0, dice());
+    let start = Instant::now();
+    let mut n_good = 0;
+    for ms in 0..30_000 {
+        let now = start + MS * ms;
+        let _ = bucket.take(Back, now);
+        // A good newcomer now and then, behind two forged ones.
+        for _ in 0..2 {
+            if bucket.take(New, now).is_ok() {
+                bucket.give_back(New, now);
+            }
+        }
+        n_good += u32::from(ms % 20 == 0 && bucket.take(New, now).is_ok());
+    }
+    assert!(n_good >= 30 * 19, "{n_good} good newcomers in 30 s, a fifth of 100 a second is theirs");
 }
 
 #[test]
