@@ -1,16 +1,15 @@
 //! The back ends' API and the operator's page. Decides how a call is read and how its outcome is
 //! told; what publishing, revoking, leaving and draining do is `hub`'s. Who may call at all is
-//! `guard`, the bodies are `publish`'s and `revocations`'s.
+//! `guard`; the calls themselves are `publish`, `revocations`, `sessions` and `fleet`.
 //!
 //! `openapi.json` beside this file describes exactly the routes of `table`; a test compares them.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Json;
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Path, RawQuery, Request, State};
+use axum::extract::{Request, State};
 use axum::handler::Handler;
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
@@ -19,19 +18,18 @@ use bytes::Bytes;
 use http::header::{ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, X_CONTENT_TYPE_OPTIONS};
 use http::{HeaderValue, Method, StatusCode};
 use hub::clock::{Clock, Dice};
-use hub::close::CloseReason;
-use hub::departure::{Departure, Who};
 use hub::hub::GatewayHandle;
 use hub::refusal::{Refusal, RefusalCode};
-use serde_json::json;
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::origin::CorsHeaders;
 use crate::reject;
 
+mod fleet;
 mod guard;
 mod publish;
 mod revocations;
+mod sessions;
 
 pub use guard::AdminKey;
 
@@ -127,9 +125,10 @@ fn table() -> Vec<Route> {
         at(Method::POST, "/v1/publish", publish::one),
         at(Method::POST, "/v1/publish/batch", publish::batch),
         at(Method::POST, "/v1/revocations", revocations::revoke),
-        at(Method::DELETE, "/v1/sessions", end_user),
-        at(Method::DELETE, "/v1/sessions/{session}", end_session),
-        at(Method::GET, "/v1/fleet", fleet),
+        at(Method::GET, "/v1/sessions", sessions::list),
+        at(Method::DELETE, "/v1/sessions", sessions::end_user),
+        at(Method::DELETE, "/v1/sessions/{session}", sessions::end_one),
+        at(Method::GET, "/v1/fleet", fleet::show),
         at(Method::POST, "/v1/drain", drain),
         at(Method::GET, "/v1/openapi.json", async || page("application/json", OPENAPI)),
         at(Method::GET, "/v1/client.js", async |State(inner): State<Shared>| {
@@ -144,41 +143,6 @@ fn table() -> Vec<Route> {
 fn at<T: 'static>(method: Method, path: &'static str, handler: impl Handler<T, Shared>) -> Route {
     let filter = MethodFilter::try_from(method.clone()).expect("the table holds standard methods");
     (method, path, on(filter, handler))
-}
-
-/// `DELETE /v1/sessions?user=…`
-async fn end_user(State(inner): State<Shared>, RawQuery(query): RawQuery) -> Result<Response, Problem> {
-    let user = form_value(query.as_deref().unwrap_or_default(), "user")
-        .ok_or_else(|| Refusal::new(RefusalCode::BadRequest, "name one user: ?user=…"))?;
-    let n_ended = end(&inner, Who::User(user.into()));
-    Ok(Json(json!({ "ended": n_ended })).into_response())
-}
-
-/// `DELETE /v1/sessions/<session>`
-async fn end_session(State(inner): State<Shared>, Path(session): Path<String>) -> Result<Response, Problem> {
-    match end(&inner, Who::Session(session.into())) {
-        0 => Err(Refusal::new(RefusalCode::NotFound, "no such session is open on this node").into()),
-        n_ended => Ok(Json(json!({ "ended": n_ended })).into_response()),
-    }
-}
-
-/// At once and not spread: these do not come back by themselves.
-fn end(inner: &Inner, who: Who) -> usize {
-    inner.state.gateway.depart(Departure { who, reason: CloseReason::Kicked, over: Duration::ZERO })
-}
-
-/// `GET /v1/fleet`: this node.
-async fn fleet(State(inner): State<Shared>) -> Response {
-    let load = inner.state.gateway.load();
-    let node = json!({
-        "node": inner.state.gateway.node(),
-        "sessions": load.n_sessions,
-        "capacity": load.capacity,
-        "phase": load.phase.word(),
-        "version": inner.state.version,
-        "age_ms": 0,
-    });
-    Json(json!({ "nodes": [node], "total": load.n_sessions })).into_response()
 }
 
 /// `POST /v1/drain`. A body is not read.

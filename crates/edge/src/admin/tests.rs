@@ -7,12 +7,13 @@ use std::net::{IpAddr, Ipv4Addr};
 use axum::body::to_bytes;
 use http::HeaderMap;
 use hub::auth::{AuthConfig, Identity, KeySource, Secret, UserChannel, Verifier};
-use hub::backplane::Publish;
+use hub::backplane::{Backplane, Publish};
 use hub::channel::Grants;
 use hub::close::PlannedCodes;
 use hub::cursor::{EventId, Since};
 use hub::departure::{DrainConfig, Window};
 use hub::event::Wire;
+use hub::fleet::FleetConfig;
 use hub::hub::{Hub, HubConfig, Newcomer, Parts, Phase};
 use hub::limit::Capacity;
 use hub::memory::{Memory, MemoryConfig, MemoryLog};
@@ -43,6 +44,7 @@ impl Plugin for Picky {
 
 struct Node {
     hub: Arc<Hub>,
+    log: Arc<MemoryLog>,
     memory: Arc<Memory>,
     state: AdminState,
 }
@@ -53,7 +55,8 @@ fn node() -> Node {
     let secs = Duration::from_secs;
     let (clock, dice) = (Clock::at(secs(1_700_000_000)), Dice::seeded(7));
     let history = MemoryConfig { history_size: 100, history_ttl: secs(3600), idempotency_ttl: secs(300) };
-    let memory = MemoryLog::new(history, clock.clone(), dice.clone()).node("n1");
+    let log = MemoryLog::new(history, clock.clone(), dice.clone());
+    let memory = log.node("n1");
     let keys = KeySource::Secret(Secret::new(vec![b'k'; 32]));
     let verifier = Verifier::new(AuthConfig {
         keys,
@@ -92,7 +95,7 @@ fn node() -> Node {
         session,
     };
     let metrics = Metrics::new("1.2.3");
-    let hub = Hub::new(Parts {
+    let parts = Parts {
         config,
         backplane: memory.clone(),
         verifier: Arc::new(verifier.unwrap()),
@@ -101,7 +104,8 @@ fn node() -> Node {
         metrics,
         clock: clock.clone(),
         dice: dice.clone(),
-    });
+    };
+    let hub = Hub::in_fleet(parts, FleetConfig::unlimited("1.2.3"));
     hub.start();
     hub.serve();
     let state = AdminState {
@@ -116,7 +120,7 @@ fn node() -> Node {
         console: Bytes::from_static(CONSOLE.as_bytes()),
         client_js: "export {}",
     };
-    Node { hub, memory, state }
+    Node { hub, log, memory, state }
 }
 
 /// A call as a back end makes it.
@@ -286,7 +290,7 @@ async fn without_a_backplane_publishing_and_revoking_are_unavailable_for_now() {
 
 #[tokio::test]
 async fn a_revocation_is_stored_before_it_is_acknowledged() {
-    use hub::backplane::{Backplane, RevocationKey};
+    use hub::backplane::RevocationKey;
 
     let node = node();
     let answer = node.call("POST", "/v1/revocations", r#"{"sub":"42"}"#).await;
@@ -302,15 +306,52 @@ async fn sessions_of_a_user_and_single_ones_are_asked_to_leave() {
     let node = node();
     let sessions = [node.open("a+b c"), node.open("a+b c"), node.open("other"), node.open("third")];
     let of_user = node.call("DELETE", "/v1/sessions?user=a%2Bb+c", "").await;
-    assert_eq!((of_user.status, &*of_user.body), (200, r#"{"ended":2}"#));
+    assert_eq!((of_user.status, &*of_user.body), (200, r#"{"ended":2,"missing":[]}"#));
     let id = sessions[2].session().info.id.clone();
     let single = node.call("DELETE", &format!("/v1/sessions/{id}"), "").await;
-    assert_eq!((single.status, &*single.body), (200, r#"{"ended":1}"#));
+    assert_eq!((single.status, &*single.body), (200, r#"{"ended":1,"missing":[]}"#));
     assert_eq!(node.call("DELETE", "/v1/sessions/none", "").await.problem(), (404, "not_found".into()));
-    assert_eq!(node.call("DELETE", "/v1/sessions?user=nobody", "").await.body, r#"{"ended":0}"#);
+    assert_eq!(node.call("DELETE", "/v1/sessions?user=nobody", "").await.body, r#"{"ended":0,"missing":[]}"#);
     for query in ["", "?user=", "?user=a&user=b", "?user=%ff", "?user=%4", "?User=a"] {
-        let answer = node.call("DELETE", &format!("/v1/sessions{query}"), "").await;
-        assert_eq!(answer.problem(), (400, "bad_request".into()), "{query}");
+        for method in ["GET", "DELETE"] {
+            let answer = node.call(method, &format!("/v1/sessions{query}"), "").await;
+            assert_eq!(answer.problem(), (400, "bad_request".into()), "{query}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn sessions_of_a_user_are_listed_and_whose_answer_is_missing_is_said() {
+    let node = node();
+    let open = node.open("42");
+    let _other = node.open("43");
+    let listed = node.call("GET", "/v1/sessions?user=42", "").await.json();
+    let mut expected = serde_json::json!({
+        "session": &*open.session().info.id, "node": "n1", "user": "42", "transport": "ws", "address": "127.0.0.1",
+        "channels": [], "opened_at": 1_700_000_000, "age_s": 0, "expires_at": null,
+    });
+    expected["opened_at"] = listed["sessions"][0]["opened_at"].clone();
+    assert_eq!(listed, serde_json::json!({"sessions": [expected], "missing": [], "truncated": false}));
+    assert!(listed["sessions"][0]["opened_at"].as_u64().unwrap().abs_diff(1_700_000_000) <= 2);
+    let nobody = node.call("GET", "/v1/sessions?user=nobody", "").await;
+    assert_eq!(nobody.json(), serde_json::json!({"sessions": [], "missing": [], "truncated": false}));
+    // A node that has reported and does not answer: an unknown session may be its.
+    node.log.node("n2").report("{}".into(), Duration::from_secs(20)).await.unwrap();
+    let listed = node.call("GET", "/v1/sessions?user=42", "").await.json();
+    assert_eq!((listed["sessions"].as_array().unwrap().len(), &listed["missing"]), (1, &serde_json::json!(["n2"])));
+    let unknown = node.call("DELETE", "/v1/sessions/none", "").await;
+    assert_eq!((unknown.status, &*unknown.body), (200, r#"{"ended":0,"missing":["n2"]}"#));
+}
+
+#[tokio::test]
+async fn without_a_word_from_the_backplane_nobody_claims_to_know_the_fleet() {
+    // Nothing was awaited yet: the node has not reported.
+    let node = node();
+    node.memory.set_reachable(false);
+    for (method, path) in
+        [("GET", "/v1/sessions?user=1"), ("DELETE", "/v1/sessions?user=1"), ("DELETE", "/v1/sessions/x")]
+    {
+        assert_eq!(node.call(method, path, "").await.problem(), (503, "unavailable".into()), "{method} {path}");
     }
 }
 
@@ -319,9 +360,11 @@ async fn the_fleet_shows_this_node_and_a_drain_starts_at_once() {
     let node = node();
     let _session = node.open("a");
     let fleet = node.call("GET", "/v1/fleet", "").await.json();
-    let expected =
-        serde_json::json!({"node":"n1","sessions":1,"capacity":5,"phase":"serving","version":"1.2.3","age_ms":0});
-    assert_eq!(fleet, serde_json::json!({"nodes":[expected],"total":1}));
+    let expected = serde_json::json!({
+        "node": "n1", "phase": "serving", "sessions": 1, "capacity": 5, "share": 1.0, "target": 1.0,
+        "version": "1.2.3", "age_ms": 0,
+    });
+    assert_eq!(fleet, serde_json::json!({"nodes": [expected], "total": 1, "cv": 0.0, "busiest_ratio": 1.0}));
     for _ in 0..2 {
         assert_eq!(node.call("POST", "/v1/drain", "").await.status, 202);
         assert_eq!(node.hub.phase(), Phase::Draining);
@@ -405,7 +448,9 @@ async fn the_description_and_the_router_have_the_same_routes() {
         let allow = answer.headers["allow"].to_str().unwrap().to_ascii_lowercase();
         // HEAD comes with GET.
         let methods = allow.split(',').map(str::trim).filter(|method| *method != "head").map(str::to_owned);
-        served.insert(path.to_owned(), methods.collect());
+        let mut methods: Vec<_> = methods.collect();
+        methods.sort();
+        served.insert(path.to_owned(), methods);
     }
     let description: Value = serde_json::from_str(OPENAPI).unwrap();
     let described: Methods = description["paths"]
