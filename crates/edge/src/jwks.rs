@@ -6,6 +6,9 @@
 //! read, no cookie kept, no content type looked at (issuers send all kinds), and every fetch is a
 //! connection of its own, for there is one in minutes.
 
+#[cfg(test)]
+mod tests;
+
 use std::error::Error;
 use std::io;
 use std::path::PathBuf;
