@@ -1,9 +1,9 @@
 //! Who is let in and how the others are told: the real binary, whole requests byte by byte, and
 //! what came back over the wire.
 //!
-//! `heads` the request itself · `tokens` who somebody is · `limits` how many at once · `origins`
+//! `heads` the request itself · `tokens` who somebody is · `keys` by whose key · `limits` how many at once · `origins`
 //! from which page · `channels` what may be heard · `redis` a revocation list that is late or away ·
-//! `secrets` what never reaches a log · `admin` the back ends' API and the command line.
+//! `fleet` what nodes decide together · `storms` what a crowd costs · `secrets` what never reaches a log · `admin` the back ends' API and the command line.
 
 use std::time::Duration;
 
@@ -18,8 +18,12 @@ use tokio::time::timeout;
 mod admin;
 #[path = "admission/channels.rs"]
 mod channels;
+#[path = "admission/fleet.rs"]
+mod fleet;
 #[path = "admission/heads.rs"]
 mod heads;
+#[path = "admission/keys.rs"]
+mod keys;
 #[path = "admission/limits.rs"]
 mod limits;
 #[path = "admission/origins.rs"]
@@ -28,6 +32,8 @@ mod origins;
 mod redis;
 #[path = "admission/secrets.rs"]
 mod secrets;
+#[path = "admission/storms.rs"]
+mod storms;
 #[path = "admission/tokens.rs"]
 mod tokens;
 

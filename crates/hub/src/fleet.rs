@@ -23,6 +23,9 @@ use crate::telemetry::FleetFigures;
 /// together does not write together.
 const SPREAD: f64 = 0.2;
 
+/// A report that failed is repeated after about so long.
+const RETRY: Duration = Duration::from_secs(1);
+
 /// Form of the reports. Fields are only ever added to it; a higher number means that this version
 /// cannot read them.
 const FORM: u32 = 1;
@@ -132,11 +135,12 @@ pub(crate) async fn run(hub: Arc<Hub>) {
     let mut phases = hub.phases();
     while !hub.stop.is_cancelled() {
         phases.mark_unchanged();
+        let mut every = hub.fleet.config.report_every;
         if let Err(error) = refresh(&hub).await {
             tracing::debug!(%error, "this node could not report");
+            every = every.min(RETRY);
         }
         hub.metrics.fleet(hub.fleet().figures);
-        let every = hub.fleet.config.report_every;
         let pause = hub.dice.between(every.mul_f64(1.0 - SPREAD), every.mul_f64(1.0 + SPREAD));
         tokio::select! {
             () = hub.stop.cancelled() => {}

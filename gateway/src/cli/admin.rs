@@ -93,14 +93,17 @@ fn tell(answer: &Value) {
     }
 }
 
+/// The columns of nodes that come first, in this order. JSON keeps none.
+const COLUMNS: [&str; 8] = ["node", "phase", "sessions", "target", "capacity", "share", "version", "age_ms"];
+
 /// The nodes as a table, whatever columns the gateway gives them, and the rest below.
 fn render(fleet: &Value) -> String {
     let Some(whole) = fleet.as_object() else { return fleet.to_string() };
     let nodes: Vec<&Map<String, Value>> =
         whole.get("nodes").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_object).collect();
-    let mut columns: Vec<&String> = Vec::new();
+    let mut columns: Vec<&str> = COLUMNS.into_iter().filter(|c| nodes.iter().any(|n| n.contains_key(*c))).collect();
     for key in nodes.iter().flat_map(|node| node.keys()) {
-        if !columns.contains(&key) {
+        if !columns.contains(&key.as_str()) {
             columns.push(key);
         }
     }
@@ -151,7 +154,8 @@ mod tests {
 
     #[test]
     fn the_fleet_is_shown_with_whatever_columns_it_has() {
-        let fleet = json!({"nodes": [{"node": "a", "sessions": 10}, {"node": "bb", "sessions": 9, "phase": "serving"}], "cv": 0.05});
-        assert_eq!(render(&fleet), "NODE  SESSIONS  PHASE\na     10\nbb    9         serving\ncv: 0.05\n");
+        let fleet = json!({"nodes": [{"node": "a", "sessions": 10}, {"extra": 1, "node": "bb", "sessions": 9, "phase": "serving"}], "cv": 0.05});
+        let shown = "NODE  PHASE    SESSIONS  EXTRA\na              10\nbb    serving  9         1\ncv: 0.05\n";
+        assert_eq!(render(&fleet), shown);
     }
 }
