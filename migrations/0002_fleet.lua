@@ -86,20 +86,21 @@ end
 
 -- Places ------------------------------------------------------------------------------------------
 
--- A member of a user's set is `<session> <node>`; a session's name has no white space.
+-- A member of a user's set is `<session> <life>`; a session's name has no white space. A life is a
+-- node's process: the node's name and something that no earlier process under that name had.
 local function parts(member)
   return string.match(member, '^(%S+) (.+)$')
 end
 
--- Is this node there? Every living node listens for its own beacon. Asked once a call and node.
+-- Is this life going on? Whoever lives listens on its own beacon channel. Asked once a call and life.
 -- Who may not ask takes everybody for living: then only low places go, as without any dead.
-local function is_there(base, known, node)
-  if not node then return false end
-  if known[node] == nil then
-    local n = redis.pcall('PUBSUB', 'NUMSUB', base .. ':beacon:' .. node)
-    known[node] = n.err ~= nil or n[2] ~= 0
+local function is_there(base, known, life)
+  if not life then return false end
+  if known[life] == nil then
+    local n = redis.pcall('PUBSUB', 'NUMSUB', base .. ':beacon:' .. life)
+    known[life] = n.err ~= nil or n[2] ~= 0
   end
-  return known[node]
+  return known[life]
 end
 
 -- Leaves at most `max` in the set: who is gone goes first, then the lowest; gives those lowest.
@@ -107,8 +108,8 @@ local function make_room(base, set, max, known)
   if redis.call('ZCARD', set) <= max then return {} end
   local left, replaced = {}, {}
   for _, member in ipairs(redis.call('ZRANGE', set, 0, -1)) do
-    local _, node = parts(member)
-    if is_there(base, known, node) then
+    local _, life = parts(member)
+    if is_there(base, known, life) then
       left[#left + 1] = member
     else
       redis.call('ZREM', set, member)
@@ -132,7 +133,7 @@ local function place(set, member, since, now)
   return since
 end
 
-local CLAIM = 'BADARGS expected <node> <max> [<user> <session> <since or nothing>]…'
+local CLAIM = 'BADARGS expected <life> <max> [<user> <session> <since or nothing>]…'
 
 -- Nothing is changed before everything is understood.
 local function are_claims(args)
@@ -144,20 +145,20 @@ local function are_claims(args)
   return true
 end
 
--- node max then triples: user session since|'' → a pair each: since, 1 if it is itself one too many.
+-- life max then triples: user session since|'' → a pair each: since, 1 if it is itself one too many.
 local function claim_1(keys, args)
   local base = base_of(keys)
   if not base then return redis.error_reply('BADKEYS expected one key, <prefix>:log') end
   if not are_claims(args) then return redis.error_reply(CLAIM) end
-  local node, max, now = args[1], tonumber(args[2]), now_us()
+  local life, max, now = args[1], tonumber(args[2]), now_us()
   -- Whoever calls is there, even while it makes its link anew.
-  local known, lost, out = { [node] = true }, {}, {}
+  local known, lost, out = { [life] = true }, {}, {}
   for i = 3, #args, 3 do
     local user, session = args[i], args[i + 1]
     local set = base .. ':sessions:' .. user
-    out[#out + 1] = place(set, session .. ' ' .. node, tonumber(args[i + 2]), now)
+    out[#out + 1] = place(set, session .. ' ' .. life, tonumber(args[i + 2]), now)
     out[#out + 1] = 0
-    lost[session .. ' ' .. node .. ' ' .. user] = nil
+    lost[session .. ' ' .. life .. ' ' .. user] = nil
     for _, member in ipairs(make_room(base, set, max, known)) do
       lost[member .. ' ' .. user] = true
       redis.call('PUBLISH', base .. ':ctl', 'replaced ' .. parts(member) .. ' ' .. user)
@@ -167,16 +168,16 @@ local function claim_1(keys, args)
   local at = 0
   for i = 3, #args, 3 do
     at = at + 2
-    if lost[args[i + 1] .. ' ' .. node .. ' ' .. args[i]] then out[at] = 1 end
+    if lost[args[i + 1] .. ' ' .. life .. ' ' .. args[i]] then out[at] = 1 end
   end
   return out
 end
 
--- node then pairs: user session → OK, whether they had places or not.
+-- life then pairs: user session → OK, whether they had places or not.
 local function release_1(keys, args)
   local base = base_of(keys)
   if not base then return redis.error_reply('BADKEYS expected one key, <prefix>:log') end
-  if #args % 2 ~= 1 or args[1] == '' then return redis.error_reply('BADARGS expected <node> [<user> <session>]…') end
+  if #args % 2 ~= 1 or args[1] == '' then return redis.error_reply('BADARGS expected <life> [<user> <session>]…') end
   for i = 2, #args, 2 do
     redis.call('ZREM', base .. ':sessions:' .. args[i], args[i + 1] .. ' ' .. args[1])
   end

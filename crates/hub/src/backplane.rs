@@ -196,7 +196,7 @@ pub enum FromLink {
     /// A text that some node told this one, or all.
     Told(String),
     /// A session lost its place among its user's (`Backplane::claim`). Every node hears of every
-    /// one; the one that holds it ends it.
+    /// one; the one that holds it ends it. May come before the session's own claim is answered.
     Replaced {
         /// Whose.
         user: Arc<str>,
@@ -324,11 +324,15 @@ pub trait Backplane: Send + Sync + 'static {
     /// If the user then has more than `max` (at least 1), sessions of nodes that are gone go
     /// without a word; if there are still more, those with the lowest places go, each with a
     /// `FromLink::Replaced` on every node. A node is gone while its link is down, but never to
-    /// itself. Places end some 10 minutes after the user's last claim: renew them more often.
+    /// itself; what an earlier process under its name held is gone too. So claim again, with
+    /// `since`, whatever is held whenever the link comes up. Places end some 10 minutes after the user's last claim: renew them more often.
+    ///
+    /// # Errors
+    /// `Unavailable`: whether the claims were made is unknown. Claiming again drops nobody else; `release`
+    /// gives up what may have been claimed.
     ///
     /// # Cancel safety
-    /// Whether the claims were made is unknown then. Claiming again drops nobody else; `release`
-    /// gives up what may have been claimed.
+    /// As an error.
     fn claim(&self, claims: Vec<Claim>, max: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>>;
 
     /// Gives up the places of sessions of this node, as (user, session). What is not there is no harm.

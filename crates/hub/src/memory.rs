@@ -71,11 +71,14 @@ struct Inner {
     log: Log,
     fleet: FleetState,
     nodes: Slab<Node>,
+    n_nodes_ever: u64,
 }
 
 /// One node's side of the log.
 struct Node {
     name: Arc<str>,
+    /// Tells it from an earlier node of its name, whose sessions are gone.
+    life: Arc<str>,
     wanted: HashSet<Channel>,
     link: Link,
     is_reachable: bool,
@@ -102,7 +105,7 @@ impl MemoryLog {
     pub fn new(config: MemoryConfig, clock: Clock, dice: Dice) -> Arc<Self> {
         let tag = draw_tag(&dice, |tag| tag != 0);
         let log = Log::born(config, now_ms(&clock), tag);
-        let inner = Inner { log, fleet: FleetState::default(), nodes: Slab::new() };
+        let inner = Inner { log, fleet: FleetState::default(), nodes: Slab::new(), n_nodes_ever: 0 };
         Arc::new(Self { config, clock, dice, inner: Mutex::new(inner) })
     }
 
@@ -110,8 +113,12 @@ impl MemoryLog {
     pub fn node(self: &Arc<Self>, name: &str) -> Arc<Memory> {
         let wake = Arc::new(Notify::new());
         let name: Arc<str> = name.into();
+        let mut inner = self.lock();
+        inner.n_nodes_ever += 1;
+        let life: Arc<str> = format!("{name}/{}", inner.n_nodes_ever).into();
         let node = Node {
             name: name.clone(),
+            life: life.clone(),
             wanted: HashSet::new(),
             link: Link::Untaken,
             is_reachable: true,
@@ -119,8 +126,9 @@ impl MemoryLog {
             queued_bytes: 0,
             wake: wake.clone(),
         };
-        let slot = self.lock().nodes.insert(node);
-        Arc::new(Memory { name, log: self.clone(), slot, wake, pump: Mutex::new(None) })
+        let slot = inner.nodes.insert(node);
+        drop(inner);
+        Arc::new(Memory { name, life, log: self.clone(), slot, wake, pump: Mutex::new(None) })
     }
 
     /// For tests: everything is forgotten under the open links, as by `FLUSHALL`.
@@ -225,6 +233,7 @@ impl Node {
 /// One node on a `MemoryLog`.
 pub struct Memory {
     name: Arc<str>,
+    life: Arc<str>,
     log: Arc<MemoryLog>,
     slot: usize,
     wake: Arc<Notify>,
@@ -399,10 +408,13 @@ impl Backplane for Memory {
 
     fn claim(&self, claims: Vec<Claim>, max: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>> {
         Box::pin(async move {
+            if let Some(odd) = claims.iter().find(|claim| !is_sound(claim)) {
+                return Err(Unavailable(format!("{:?} is no session, or its place no place", odd.session)));
+            }
             let now = self.log.clock.unix();
             let claimed = self.call(|Inner { fleet, nodes, .. }, _| {
-                let is_there = |name: &str| nodes.iter().any(|(_, node)| *node.name == *name && node.is_there());
-                let settled = fleet.claim(now, &self.name, &claims, max, is_there);
+                let is_there = |life: &str| nodes.iter().any(|(_, node)| *node.life == *life && node.is_there());
+                let settled = fleet.claim(now, &self.life, &claims, max, is_there);
                 for (user, session) in settled.replaced {
                     for (_, node) in nodes.iter_mut() {
                         node.push(FromLink::Replaced { user: user.clone(), session: session.clone() });
@@ -418,7 +430,7 @@ impl Backplane for Memory {
 
     fn release(&self, of: Vec<(Arc<str>, Arc<str>)>) -> BoxFuture<'_, Result<(), Unavailable>> {
         Box::pin(async move {
-            self.call(|inner, _| of.iter().for_each(|(user, session)| inner.fleet.release(&self.name, user, session)))
+            self.call(|inner, _| of.iter().for_each(|(user, session)| inner.fleet.release(&self.life, user, session)))
         })
     }
 
@@ -475,6 +487,12 @@ fn draw_tag(dice: &Dice, is_free: impl Fn(u16) -> bool) -> u16 {
             return tag;
         }
     }
+}
+
+/// As the Redis schema must have it: names are parted by spaces there, places counted in doubles.
+fn is_sound(claim: &Claim) -> bool {
+    let is_name = !claim.session.is_empty() && !claim.session.contains(|c: char| c.is_ascii() && c.is_whitespace());
+    is_name && claim.since.is_none_or(|since| since <= 1 << 53)
 }
 
 fn now_ms(clock: &Clock) -> u64 {

@@ -50,9 +50,9 @@ pub(crate) fn tell_cmd(pubsub: &str, text: &str) -> Cmd {
     redis::cmd("PUBLISH").arg(pubsub).arg(format!("{TOLD}{text}")).to_owned()
 }
 
-/// The call that claims; `max` 0 counts as 1.
-pub(crate) fn claim_cmd(log: &str, node: &str, claims: &[Claim], max: u32) -> Cmd {
-    let mut cmd = call("tidegate_claim_1", log, node);
+/// The call that claims, in the name of this life of the node; `max` 0 counts as 1.
+pub(crate) fn claim_cmd(log: &str, life: &str, claims: &[Claim], max: u32) -> Cmd {
+    let mut cmd = call("tidegate_claim_1", log, life);
     cmd.arg(max.max(1));
     for Claim { user, session, since } in claims {
         cmd.arg(&**user).arg(&**session);
@@ -73,8 +73,8 @@ pub(crate) fn claimed(n_claims: usize, answer: &[u64]) -> Result<Vec<Claimed>, F
 }
 
 /// The call that gives places up.
-pub(crate) fn release_cmd(log: &str, node: &str, of: &[(Arc<str>, Arc<str>)]) -> Cmd {
-    let mut cmd = call("tidegate_release_1", log, node);
+pub(crate) fn release_cmd(log: &str, life: &str, of: &[(Arc<str>, Arc<str>)]) -> Cmd {
+    let mut cmd = call("tidegate_release_1", log, life);
     for (user, session) in of {
         cmd.arg(&**user).arg(&**session);
     }

@@ -153,6 +153,8 @@ pub struct RedisBackplane {
     keys: Keys,
     log: String,
     node: String,
+    /// The node's name and what tells this process from an earlier one of that name.
+    life: String,
     revocation_keys: RevocationKeys,
     limit: Duration,
     publish: Lane,
@@ -202,12 +204,14 @@ impl RedisBackplane {
         let keys = Keys::new(&config.prefix);
         let schema = Arc::new(Schema::new(&config, keys.clone(), control.clone(), dialer.connect_timeout()));
         let wants = Arc::new(Wants::default());
+        let life = format!("{}/{:016x}", config.node, dice.bits());
         let (out, link) = mpsc::channel(TO_HUB);
         let (started, start) = watch::channel(Start::Waiting);
         let supervisor = Supervisor {
             dialer: dialer.clone(),
             keys: keys.clone(),
             node: config.node.clone(),
+            life: life.clone(),
             max_data: config.max_message,
             schema: schema.clone(),
             control,
@@ -220,6 +224,7 @@ impl RedisBackplane {
             log: keys.log(),
             keys,
             node: config.node,
+            life,
             revocation_keys: config.revocation_keys,
             limit: config.timeout,
             publish: lane(stats.publish_up.clone()),
@@ -380,7 +385,7 @@ impl Backplane for RedisBackplane {
 
     fn claim(&self, claims: Vec<Claim>, max: u32) -> BoxFuture<'_, Result<Vec<Claimed>, Unavailable>> {
         Box::pin(async move {
-            let cmd = fleet::claim_cmd(&self.log, &self.node, &claims, max);
+            let cmd = fleet::claim_cmd(&self.log, &self.life, &claims, max);
             // Again is the same again but for the places, which are those of the second time then.
             let answer: Vec<u64> = self.bounded(|| self.fleet.call(&cmd, Again::Once)).await?;
             Ok(fleet::claimed(claims.len(), &answer)?)
@@ -389,7 +394,7 @@ impl Backplane for RedisBackplane {
 
     fn release(&self, of: Vec<(Arc<str>, Arc<str>)>) -> BoxFuture<'_, Result<(), Unavailable>> {
         Box::pin(async move {
-            let cmd = fleet::release_cmd(&self.log, &self.node, &of);
+            let cmd = fleet::release_cmd(&self.log, &self.life, &of);
             self.bounded(|| self.fleet.call(&cmd, Again::Once)).await
         })
     }

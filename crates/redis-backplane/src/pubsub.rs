@@ -58,6 +58,8 @@ pub(crate) struct Supervisor {
     pub(crate) dialer: SharedDialer,
     pub(crate) keys: Keys,
     pub(crate) node: String,
+    /// Its beacon channel is subscribed too: that somebody listens there tells that this process lives.
+    pub(crate) life: String,
     pub(crate) max_data: usize,
     pub(crate) schema: Arc<Schema>,
     pub(crate) control: Arc<Lane>,
@@ -230,7 +232,7 @@ impl<'a> Link<'a> {
         s.wants.take_beacon();
         s.wants.take_relink();
         let joins: VecDeque<_> = s.wants.all().into();
-        let own = vec![s.keys.ctl(), s.keys.node(&s.node), s.keys.beacon(&s.node)];
+        let own = vec![s.keys.ctl(), s.keys.node(&s.node), s.keys.beacon(&s.node), s.keys.beacon(&s.life)];
         let owed = joins.iter().map(|c| s.keys.live(c)).chain(own.iter().cloned()).collect();
         let now = Instant::now();
         Self {

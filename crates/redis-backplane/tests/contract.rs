@@ -23,18 +23,20 @@ impl Bench for OnRedis {
     fn open(&self, setup: Setup) -> BoxFuture<'_, Pair> {
         Box::pin(async move {
             let prefix = format!("pair{}", self.n_pairs.fetch_add(1, Ordering::Relaxed));
-            let node = |name: &str| -> Arc<dyn Backplane> {
-                let mut config = config(self.server.url(), &prefix, name);
+            let url = self.server.url();
+            let node = move |name: &str, seed: u64| -> Arc<dyn Backplane> {
+                let mut config = config(url.clone(), &prefix, name);
                 config.history_size = setup.history_size as u64;
                 config.history_ttl = setup.history_ttl;
                 config.idempotency_ttl = setup.idempotency_ttl;
                 // The suite publishes texts a little over the gateway's default.
                 config.max_message = 1 << 20;
-                Arc::new(RedisBackplane::connect(config, Dice::seeded(1)).unwrap())
+                Arc::new(RedisBackplane::connect(config, Dice::seeded(seed)).unwrap())
             };
             let server = self.server.clone();
             Pair {
-                nodes: [node("a"), node("b")],
+                nodes: [node("a", 1), node("b", 2)],
+                again: Box::new(move || node("b", 3)),
                 flush: Box::new(move || {
                     let server = server.clone();
                     Box::pin(async move { server.flushall() })

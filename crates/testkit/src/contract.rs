@@ -48,6 +48,8 @@ impl Setup {
 pub struct Pair {
     /// Named `a` and `b`. Their links have not been taken; dropped by the suite, a node is gone.
     pub nodes: [Arc<dyn Backplane>; 2],
+    /// A further node, again with the name `b`, as after a restart of its process.
+    pub again: Box<dyn Fn() -> Arc<dyn Backplane> + Send + Sync>,
     /// Forgets everything in the log under the open links, as `FLUSHALL` does.
     pub flush: Box<dyn Fn() -> BoxFuture<'static, ()> + Send + Sync>,
     /// Whatever must outlive the check (a server, say).
@@ -102,14 +104,15 @@ fn all() -> impl Iterator<Item = &'static Check> {
 struct Fleet {
     a: Hearing,
     b: Hearing,
+    again: Box<dyn Fn() -> Arc<dyn Backplane> + Send + Sync>,
     flush: Box<dyn Fn() -> BoxFuture<'static, ()> + Send + Sync>,
     _keep: Box<dyn Any + Send>,
 }
 
 impl Fleet {
     async fn open(bench: &dyn Bench, setup: Setup) -> Self {
-        let Pair { nodes: [a, b], flush, keep } = bench.open(setup).await;
-        Self { a: Hearing::up("a", a).await, b: Hearing::up("b", b).await, flush, _keep: keep }
+        let Pair { nodes: [a, b], again, flush, keep } = bench.open(setup).await;
+        Self { a: Hearing::up("a", a).await, b: Hearing::up("b", b).await, again, flush, _keep: keep }
     }
 }
 

@@ -20,11 +20,13 @@ impl Bench for InMemory {
             };
             let log = MemoryLog::new(config, Clock::system(), Dice::seeded(7));
             let nodes: [Arc<dyn Backplane>; 2] = [log.node("a"), log.node("b")];
+            let of_again = log.clone();
+            let again = move || -> Arc<dyn Backplane> { of_again.node("b") };
             let flush = move || -> BoxFuture<'static, ()> {
                 log.flush();
                 Box::pin(std::future::ready(()))
             };
-            Pair { nodes, flush: Box::new(flush), keep: Box::new(()) }
+            Pair { nodes, again: Box::new(again), flush: Box::new(flush), keep: Box::new(()) }
         })
     }
 }

@@ -37,11 +37,11 @@ struct Places {
     until_ms: u64,
 }
 
-/// A session and its node.
+/// A session and the life of its node: a node that comes back is another one.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Holder {
     session: Arc<str>,
-    node: Arc<str>,
+    life: Arc<str>,
 }
 
 /// What a batch of claims came to.
@@ -73,11 +73,11 @@ impl FleetState {
         self.reports.remove(node);
     }
 
-    /// Gives places to sessions of `node`, in this order. `is_there` knows the other nodes.
+    /// Gives places to sessions of one node, in this order. `is_there` knows the others' lives.
     pub(super) fn claim(
         &mut self,
         now: Duration,
-        node: &Arc<str>,
+        life: &Arc<str>,
         claims: &[Claim],
         max: u32,
         is_there: impl Fn(&str) -> bool,
@@ -85,16 +85,16 @@ impl FleetState {
         let max = usize::try_from(max.max(1)).unwrap_or(usize::MAX);
         let mut settled = Settled::default();
         for claim in claims {
-            let holder = Holder { session: claim.session.clone(), node: node.clone() };
+            let holder = Holder { session: claim.session.clone(), life: life.clone() };
             let since = self.place(now, &claim.user, holder, claim.since);
             settled.claimed.push(Claimed { since, replaced: false });
-            for session in self.make_room(&claim.user, max, |other| other == &**node || is_there(other)) {
+            for session in self.make_room(&claim.user, max, |other| other == &**life || is_there(other)) {
                 settled.replaced.push((claim.user.clone(), session));
             }
         }
         // Whoever came later in the batch may have replaced one that came earlier.
         for (claim, claimed) in claims.iter().zip(&mut settled.claimed) {
-            let holder = Holder { session: claim.session.clone(), node: node.clone() };
+            let holder = Holder { session: claim.session.clone(), life: life.clone() };
             claimed.replaced = !self.places.get(&claim.user).is_some_and(|places| places.of.contains_key(&holder));
         }
         settled
@@ -123,7 +123,7 @@ impl FleetState {
         let Some(places) = self.places.get_mut(user).filter(|places| places.of.len() > max) else {
             return Vec::new();
         };
-        let gone: Vec<Holder> = places.of.keys().filter(|holder| !is_there(&holder.node)).cloned().collect();
+        let gone: Vec<Holder> = places.of.keys().filter(|holder| !is_there(&holder.life)).cloned().collect();
         for holder in &gone {
             places.take(holder);
         }
@@ -136,10 +136,10 @@ impl FleetState {
         replaced
     }
 
-    /// Gives up the place of a session of `node`, if it has one.
-    pub(super) fn release(&mut self, node: &Arc<str>, user: &Arc<str>, session: &Arc<str>) {
+    /// Gives up the place of a session of this node, if it has one.
+    pub(super) fn release(&mut self, life: &Arc<str>, user: &Arc<str>, session: &Arc<str>) {
         let Some(places) = self.places.get_mut(user) else { return };
-        places.take(&Holder { session: session.clone(), node: node.clone() });
+        places.take(&Holder { session: session.clone(), life: life.clone() });
         if places.of.is_empty() {
             self.by_age.remove(&(places.until_ms, user.clone()));
             self.places.remove(user);

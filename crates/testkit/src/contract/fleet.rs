@@ -20,6 +20,8 @@ pub(super) const CHECKS: &[Check] = checks![
     a_batch_is_answered_in_order_and_each_user_counts_alone,
     what_is_released_leaves_room_and_releasing_nothing_is_no_harm,
     a_dead_nodes_sessions_go_first_and_without_a_word,
+    a_node_that_comes_back_is_another_one,
+    what_is_no_claim_is_refused_and_changes_nothing,
     after_a_flush_claims_put_the_old_order_back,
     any_text_may_be_a_user,
     two_nodes_at_once_never_leave_more_than_the_limit,
@@ -268,28 +270,37 @@ async fn what_is_released_leaves_room_and_releasing_nothing_is_no_harm(bench: &d
     assert_eq!(fleet.replaced().await, [""; 0], "the last one out leaves nothing behind");
 }
 
+/// Claims that `node` makes so that its end can be seen: `until_gone`.
+async fn be_seen(node: &Hearing) {
+    for at in (0..PROBES).step_by(500) {
+        let probes: Vec<_> = (at..at + 500).map(|i| claim(&format!("p{i}"), "probe", None)).collect();
+        node.claim_all(&probes, 1).await;
+    }
+}
+
+const PROBES: usize = 2000;
+
+/// Waits until the backplane knows that the node of `be_seen` is gone: a dropped node's end shows a
+/// little later than it happens.
+async fn until_gone(seen_by: &mut Hearing) {
+    for i in 0..PROBES {
+        seen_by.claim(&format!("p{i}"), "probe", 1).await;
+        if seen_by.replaced().await.is_empty() {
+            return;
+        }
+        a_little().await;
+    }
+    panic!("the node's end never shows");
+}
+
 async fn a_dead_nodes_sessions_go_first_and_without_a_word(bench: &dyn Bench) {
-    const PROBES: usize = 2000;
     let Fleet { mut a, b, _keep, .. } = Fleet::open(bench, Setup::USUAL).await;
     let first = a.claim("u", "a1", 3).await;
     b.claim("u", "b1", 3).await;
     b.claim("u", "b2", 3).await;
-    for at in (0..PROBES).step_by(500) {
-        let probes: Vec<_> = (at..at + 500).map(|i| claim(&format!("p{i}"), "b", None)).collect();
-        b.claim_all(&probes, 1).await;
-    }
+    be_seen(&b).await;
     drop(b);
-    // Its end shows a little later than it happens.
-    let mut probe = 0;
-    loop {
-        a.claim(&format!("p{probe}"), "a", 1).await;
-        if a.replaced().await.is_empty() {
-            break;
-        }
-        probe += 1;
-        assert!(probe < PROBES, "the node's end never shows");
-        a_little().await;
-    }
+    until_gone(&mut a).await;
     let third = a.claim("u", "a2", 3).await;
     assert_eq!(a.replaced().await, [""; 0], "the dead go although a1 is the oldest");
     a.claim("u", "a3", 3).await;
@@ -298,6 +309,35 @@ async fn a_dead_nodes_sessions_go_first_and_without_a_word(bench: &dyn Bench) {
     assert_eq!(a.replaced().await, ["a1 of u"]);
     let again = a.claim_all(&[claim("u", "a1", Some(first)), claim("u", "a2", Some(third))], 3).await;
     assert_eq!(again.iter().map(|c| c.replaced).collect::<Vec<_>>(), [true, false]);
+}
+
+/// A process that was killed and is started again under its name holds none of its old sessions:
+/// they must not push out those of others.
+async fn a_node_that_comes_back_is_another_one(bench: &dyn Bench) {
+    let Fleet { mut a, b, again, _keep, .. } = Fleet::open(bench, Setup::USUAL).await;
+    a.claim("u", "a1", 2).await;
+    b.claim("u", "b1", 2).await;
+    be_seen(&b).await;
+    drop(b);
+    let b = Hearing::up("b", again()).await;
+    until_gone(&mut a).await;
+    b.release(&[("u", "b1")]).await;
+    b.claim("u", "b2", 2).await;
+    assert_eq!(a.replaced().await, [""; 0], "b1 went with its process");
+    a.claim("u", "a2", 2).await;
+    assert_eq!(a.replaced().await, ["a1 of u"], "and b2 is there");
+}
+
+async fn what_is_no_claim_is_refused_and_changes_nothing(bench: &dyn Bench) {
+    let mut fleet = Fleet::open(bench, Setup::USUAL).await;
+    fleet.a.claim("u", "s", 1).await;
+    for (session, since) in [("", None), (" ", None), ("a b", None), ("a\n", Some(1)), ("x", Some((1 << 53) + 2))] {
+        let claims = vec![claim("u", "t", None), claim("u", session, since)];
+        fleet.a.node.claim(claims, 1).await.expect_err(session);
+    }
+    assert_eq!(fleet.replaced().await, [""; 0]);
+    let highest = [Claimed { since: 1 << 53, replaced: false }];
+    assert_eq!(fleet.a.claim_all(&[claim("v", "ü", Some(1 << 53))], 1).await, highest);
 }
 
 async fn after_a_flush_claims_put_the_old_order_back(bench: &dyn Bench) {
