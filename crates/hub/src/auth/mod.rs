@@ -178,7 +178,7 @@ impl InForce {
 
 /// What became of a set that was to be put in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Replaced {
+enum Replaced {
     /// It is.
     Changed,
     /// It is the one in force: nothing was done, and what was verified stays so.
@@ -345,12 +345,13 @@ impl Verifier {
         self.anonymous.clone()
     }
 
-    /// Puts other keys in force, for tokens checked from now on. Everything verified by the old
-    /// ones is forgotten, unless the new ones are the same. On an error the old keys stay.
+    /// Puts other keys in force, for tokens checked from now on; only the keeper does. Everything
+    /// verified by the old ones is forgotten, unless the new ones are the same. On an error the old
+    /// keys stay.
     ///
     /// # Errors
     /// `KeyError`: the new keys are unusable.
-    pub fn replace_keys(&self, keys: &KeySource) -> Result<Replaced, KeyError> {
+    fn replace_keys(&self, keys: &KeySource) -> Result<Replaced, KeyError> {
         let keys = KeySet::parse(keys, self.config.algorithms.as_deref())?;
         let before = self.in_force.load();
         if keys.is_same(&before.keys) {
