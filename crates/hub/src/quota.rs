@@ -300,8 +300,9 @@ impl Desk {
     /// What was claimed over an earlier link may be gone: the log was flushed, or this node was
     /// thought gone and its sessions made room for others.
     fn linked(&mut self, link: LinkState) {
-        if link.is_live && link.generation != self.link.generation {
-            self.link = link;
+        let came_up = link.is_live && (!self.link.is_live || link.generation != self.link.generation);
+        self.link = link;
+        if came_up {
             self.round.clear();
             self.again =
                 self.places.iter().filter(|(_, held)| held.since.is_some()).map(|(id, _)| id.clone()).collect();
