@@ -14,8 +14,9 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::admin::Publisher;
 use crate::histogram::Histogram;
-use crate::wire::{Address, Subscriber};
-use crate::{Gateway, Report, positive, process};
+use crate::report::Report;
+use crate::wire::{Address, Subscriber, number_after};
+use crate::{Gateway, positive, process};
 
 /// `tidegate-loadtest fanout`.
 #[derive(Args)]
@@ -121,12 +122,6 @@ impl Run {
         seen.n_received += 1;
         self.n_delivered.fetch_add(1, Ordering::Relaxed);
     }
-}
-
-fn number_after(text: &[u8], marker: &[u8]) -> Option<u64> {
-    let at = text.windows(marker.len()).position(|window| window == marker)? + marker.len();
-    let digits = text[at..].iter().take_while(|byte| byte.is_ascii_digit());
-    digits.fold(None, |number, digit| Some(number.unwrap_or(0) * 10 + u64::from(digit - b'0')))
 }
 
 async fn publish_all(options: &Options, run: &Run, publisher: &mut Publisher) -> Result<(), String> {

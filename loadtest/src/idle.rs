@@ -7,8 +7,9 @@ use clap::Args;
 use serde_json::json;
 use tokio::task::JoinSet;
 
+use crate::report::Report;
 use crate::wire::Subscriber;
-use crate::{Gateway, Report, positive, process};
+use crate::{Gateway, positive, process};
 
 /// `tidegate-loadtest idle`.
 #[derive(Args)]

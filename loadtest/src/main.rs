@@ -1,15 +1,28 @@
-//! Benchmarks of a running gateway, over its wire only. Decides which measurement runs and how its
+//! Benchmarks of gateways, over their wire only. Decides which measurement runs and how its
 //! outcome is shown: a table for people on stderr, one JSON object on stdout, exit code 1 where the
 //! gateway did not keep its promise.
 //!
-//! The subscribers here are as small as they can be (`wire`), so that on a shared machine most of
-//! the time measured is the gateway's. They neither reconnect nor resume.
+//! `fanout` and `idle` look at a gateway that runs already; the others start what they need (`fleet`)
+//! and end it. The subscribers here are as small as they can be (`wire`), so that on a shared machine
+//! most of the time measured is the gateway's. Only a storm's clients reconnect.
 
+mod abort;
 mod admin;
+mod balancer;
 mod fanout;
+mod fleet;
+mod handshakes;
 mod histogram;
 mod idle;
+mod probe;
 mod process;
+mod redis;
+mod report;
+mod slow;
+mod storm;
+mod timeline;
+mod token;
+mod verdicts;
 mod wire;
 
 use std::process::ExitCode;
@@ -17,7 +30,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
-use serde_json::Value;
 use tokio::task::JoinSet;
 
 use wire::{Address, Subscriber, Transport};
@@ -41,6 +53,22 @@ enum What {
         after_help = "Example:\n  tidegate-loadtest idle --token \"$TOKEN\" --from 1000 --to 5000 --pid \"$(pidof tidegate)\""
     )]
     Idle(idle::Options),
+    /// A gateway of a fleet is killed: how soon are its clients back, and what do the others feel?
+    #[command(after_help = "Examples:\n  tidegate-loadtest storm\n  tidegate-loadtest storm --scenario one-full\n  \
+                            tidegate-loadtest storm --scenario one-full --clients plain\n  \
+                            tidegate-loadtest storm --scenario one-full --clients plain --open")]
+    Storm(storm::Options),
+    /// The CPU time of a handshake: anonymous, with a new token, with one that comes again
+    #[command(after_help = "Examples:\n  tidegate-loadtest handshakes\n  \
+                            tidegate-loadtest handshakes --bare --concurrency 64 --rounds 5")]
+    Handshakes(handshakes::Options),
+    /// Thousands connect while Redis is in trouble: is every verdict there in time, and right?
+    #[command(after_help = "Example:\n  for redis in ok delay-5ms delay-200ms stopped readonly loading; do\n    \
+                            tidegate-loadtest verdicts --redis $redis\n  done")]
+    Verdicts(verdicts::Options),
+    /// Handshakes broken off at every point: is everything given back that was taken for them?
+    #[command(after_help = "Example:\n  tidegate-loadtest abort --handshakes 100000")]
+    Abort(abort::Options),
 }
 
 /// Which gateway, and how fast to connect to it.
@@ -96,24 +124,20 @@ impl Gateway {
     }
 }
 
-/// What a measurement found.
-struct Report {
-    rows: Vec<(&'static str, String)>,
-    json: Value,
-    /// The gateway kept its promise.
-    is_good: bool,
-}
-
 #[tokio::main]
 async fn main() -> ExitCode {
     let outcome = match Cli::parse().what {
         What::Fanout(options) => fanout::run(options).await,
         What::Idle(options) => idle::run(options).await,
+        What::Storm(options) => storm::run(options).await,
+        What::Handshakes(options) => handshakes::run(options).await,
+        What::Verdicts(options) => verdicts::run(options).await,
+        What::Abort(options) => abort::run(options).await,
     };
     match outcome {
         Ok(report) => {
             for (name, value) in &report.rows {
-                eprintln!("{name:<28} {value:>16}");
+                eprintln!("{name:<36} {value}");
             }
             println!("{}", report.json);
             ExitCode::from(u8::from(!report.is_good))

@@ -19,6 +19,12 @@ pub fn resident_bytes(pid: u32) -> Result<u64, String> {
     kib(&text).map(|kib| kib * 1024).ok_or_else(|| format!("{path}: not understood"))
 }
 
+/// Open descriptors of `pid`.
+pub fn n_descriptors(pid: u32) -> Result<usize, String> {
+    let path = format!("/proc/{pid}/fd");
+    std::fs::read_dir(&path).map(Iterator::count).map_err(|error| format!("{path}: {error}"))
+}
+
 /// The second field is the program's name in brackets and may hold anything, brackets too.
 fn ticks(stat: &str) -> Option<u64> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(11);

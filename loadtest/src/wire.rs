@@ -43,6 +43,11 @@ impl Address {
         if authority.contains('/') { Err("expected no path".to_owned()) } else { Ok(Address(authority.to_owned())) }
     }
 
+    /// Of a listener whose address is known.
+    pub fn of(address: std::net::SocketAddr) -> Address {
+        Address(address.to_string())
+    }
+
     /// `host:port`.
     pub fn authority(&self) -> &str {
         &self.0
@@ -53,6 +58,26 @@ impl Address {
 pub struct Subscriber {
     stream: TcpStream,
     decoder: Decoder,
+    /// What came together with the head.
+    early: Vec<u8>,
+}
+
+/// Why there is no session.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// The server's no. `code` is its problem's; empty where the answer was none.
+    Refused { status: u16, code: String },
+    /// No connection, or one that broke.
+    Broken(String),
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Failure::Refused { status, code } => write!(f, "{status} {code}"),
+            Failure::Broken(why) => f.write_str(why),
+        }
+    }
 }
 
 impl Subscriber {
@@ -64,26 +89,47 @@ impl Subscriber {
         channel: &str,
     ) -> Result<Subscriber, String> {
         let opening = async {
-            let mut stream = TcpStream::connect(to.authority()).await.map_err(|error| error.to_string())?;
-            stream.set_nodelay(true).map_err(|error| error.to_string())?;
-            let request = request(to, transport, token, channel);
-            stream.write_all(request.as_bytes()).await.map_err(|error| error.to_string())?;
-            let (head, rest) = read_head(&mut stream).await?;
-            let decoder = match (transport, head.split(' ').nth(1)) {
-                (Transport::Ws, Some("101")) => Decoder::Ws(Vec::new()),
-                (Transport::Sse, Some("200")) => Decoder::sse(&head),
-                _ => return Err(head.lines().next().unwrap_or_default().to_owned()),
-            };
-            let mut subscriber = Subscriber { stream, decoder };
-            let mut is_ready = false;
-            let mut look = |text: &[u8]| is_ready |= contains(text, br#""type":"ready""#);
-            subscriber.digest(&rest, &mut look)?;
-            while !is_ready {
-                subscriber.read_some(&mut |text| is_ready |= contains(text, br#""type":"ready""#)).await?;
-            }
+            let mut subscriber =
+                Subscriber::connect(to.authority(), transport, token, channel).await.map_err(|no| no.to_string())?;
+            subscriber.until_ready().await?;
             Ok(subscriber)
         };
         timeout(OPEN_TIMEOUT, opening).await.unwrap_or_else(|_| Err("not ready in time".to_owned()))
+    }
+
+    /// Connects and waits for the server's yes (101, or the head of a stream) or no.
+    pub async fn connect(
+        authority: &str,
+        transport: Transport,
+        token: Option<&str>,
+        channel: &str,
+    ) -> Result<Subscriber, Failure> {
+        let broken = |error: io::Error| Failure::Broken(error.to_string());
+        let mut stream = TcpStream::connect(authority).await.map_err(broken)?;
+        stream.set_nodelay(true).map_err(broken)?;
+        stream.write_all(request(authority, transport, token, channel).as_bytes()).await.map_err(broken)?;
+        let (head, rest) = read_head(&mut stream).await.map_err(Failure::Broken)?;
+        let decoder = match (transport, status(&head)) {
+            (Transport::Ws, Some(101)) => Decoder::Ws(Vec::new()),
+            (Transport::Sse, Some(200)) => Decoder::sse(&head),
+            (_, Some(status)) => {
+                let code = read_code(&mut stream, &head, rest).await;
+                return Err(Failure::Refused { status, code });
+            }
+            (_, None) => return Err(Failure::Broken("no status".to_owned())),
+        };
+        Ok(Subscriber { stream, decoder, early: rest })
+    }
+
+    /// Waits for `ready`; what comes before it is dropped.
+    pub async fn until_ready(&mut self) -> Result<(), String> {
+        let mut is_ready = false;
+        let early = std::mem::take(&mut self.early);
+        self.digest(&early, &mut |text| is_ready |= contains(text, br#""type":"ready""#))?;
+        while !is_ready {
+            self.read_some(&mut |text| is_ready |= contains(text, br#""type":"ready""#)).await?;
+        }
+        Ok(())
     }
 
     /// Shows every message to `look` until the connection ends; says how it ended. Answers pings.
@@ -91,6 +137,10 @@ impl Subscriber {
     /// # Cancel safety
     /// Safe: bytes are taken only in the step in which they are looked at.
     pub async fn listen(&mut self, mut look: impl FnMut(&[u8])) -> String {
+        let early = std::mem::take(&mut self.early);
+        if let Err(end) = self.digest(&early, &mut look) {
+            return end;
+        }
         loop {
             if let Err(end) = self.read_some(&mut look).await {
                 return end;
@@ -126,7 +176,26 @@ impl Subscriber {
     }
 }
 
-fn request(to: &Address, transport: Transport, token: Option<&str>, channel: &str) -> String {
+/// The code in a refusal's body, of which `rest` came with the head; empty where there is none.
+pub async fn read_code(stream: &mut TcpStream, head: &str, mut rest: Vec<u8>) -> String {
+    let length: usize = header(head, "content-length").and_then(|length| length.parse().ok()).unwrap_or(0);
+    while rest.len() < length.min(MAX_HEAD_BYTES) {
+        match stream.read_buf(&mut rest).await {
+            Ok(1..) => {}
+            _ => break,
+        }
+    }
+    let problem: serde_json::Value = serde_json::from_slice(&rest).unwrap_or_default();
+    problem["code"].as_str().unwrap_or_default().to_owned()
+}
+
+/// The status of an answer's head.
+pub fn status(head: &str) -> Option<u16> {
+    head.split(' ').nth(1)?.parse().ok()
+}
+
+/// A request's head. No channel is named where `channel` is empty.
+pub fn request(authority: &str, transport: Transport, token: Option<&str>, channel: &str) -> String {
     let (path, more) = match transport {
         Transport::Sse => ("sse", "Accept: text/event-stream\r\n"),
         Transport::Ws => (
@@ -136,7 +205,8 @@ fn request(to: &Address, transport: Transport, token: Option<&str>, channel: &st
     };
     let authorization = token.map(|token| format!("Authorization: Bearer {token}\r\n")).unwrap_or_default();
     let channel: String = channel.bytes().map(|byte| format!("%{byte:02X}")).collect();
-    format!("GET /v1/{path}?channel={channel} HTTP/1.1\r\nHost: {}\r\n{more}{authorization}\r\n", to.authority())
+    let query = if channel.is_empty() { String::new() } else { format!("?channel={channel}") };
+    format!("GET /v1/{path}{query} HTTP/1.1\r\nHost: {authority}\r\n{more}{authorization}\r\n")
 }
 
 /// Reads to the end of an HTTP head; gives it and what came after it.
@@ -164,6 +234,13 @@ pub fn header<'a>(head: &'a str, name: &str) -> Option<&'a str> {
         .filter_map(|line| line.split_once(':'))
         .find(|(n, _)| n.eq_ignore_ascii_case(name))
         .map(|(_, value)| value.trim())
+}
+
+/// The digits after `marker`, as a number.
+pub fn number_after(text: &[u8], marker: &[u8]) -> Option<u64> {
+    let at = text.windows(marker.len()).position(|window| window == marker)? + marker.len();
+    let digits = text[at..].iter().take_while(|byte| byte.is_ascii_digit());
+    digits.fold(None, |number, digit| Some(number.unwrap_or(0) * 10 + u64::from(digit - b'0')))
 }
 
 pub fn contains(text: &[u8], part: &[u8]) -> bool {

@@ -2,6 +2,7 @@
 //! the driver and ends it.
 
 use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -15,7 +16,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::backoff::{Backoff, Pace};
 use crate::cursor::Cursor;
 use crate::dial::{Target, Transport};
-use crate::driver::{Command, Delivery, Driver, Token, TokenSource};
+use crate::driver::{AddressSource, Command, Delivery, Driver, Token, TokenSource};
 use crate::end::End;
 use crate::message::Message;
 use crate::wanted::{Ask, Wanted};
@@ -60,6 +61,7 @@ pub enum CommandError {
 /// A client, not yet started.
 pub struct Builder {
     url: String,
+    address_source: Option<AddressSource>,
     token: Token,
     channels: Vec<String>,
     transport: Transport,
@@ -86,6 +88,14 @@ impl Builder {
     {
         let source: TokenSource = Box::new(move || source().map(|token| token.map_err(|why| why.to_string())).boxed());
         self.token.source = Some(source);
+        self
+    }
+
+    /// Where to connect, asked before every attempt instead of resolving the URL's host: for
+    /// programs that balance over the nodes themselves. The URL still gives the `Host` header and
+    /// the path. `None` leaves this attempt to the URL's host. It must not block.
+    pub fn address_source(mut self, source: impl Fn() -> Option<SocketAddr> + Send + Sync + 'static) -> Builder {
+        self.address_source = Some(Box::new(source));
         self
     }
 
@@ -138,6 +148,7 @@ impl Builder {
         let (commands, taken) = mpsc::channel(COMMANDS);
         let driver = Driver {
             target,
+            address_source: self.address_source,
             transport: self.transport,
             token: self.token,
             cursor: cursor.clone(),
@@ -170,6 +181,7 @@ impl Client {
     pub fn builder(url: impl Into<String>) -> Builder {
         Builder {
             url: url.into(),
+            address_source: None,
             token: Token { current: None, source: None },
             channels: Vec::new(),
             transport: Transport::default(),

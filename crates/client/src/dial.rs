@@ -1,6 +1,7 @@
 //! One attempt to connect: address, request, the server's yes or no. Decides what a refusal means;
 //! when to try again is the driver's.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -90,6 +91,8 @@ pub(crate) struct Link {
 /// What to ask for, and as whom.
 pub(crate) struct Attempt {
     pub(crate) target: Target,
+    /// Instead of the target's host and port.
+    pub(crate) address: Option<SocketAddr>,
     pub(crate) transport: Transport,
     pub(crate) token: Option<String>,
     pub(crate) cursor: Option<String>,
@@ -189,8 +192,11 @@ pub(crate) async fn dial(attempt: Attempt) -> Result<Link, Aftermath> {
 
 impl Attempt {
     async fn connect(self) -> Result<Link, Aftermath> {
-        let address = (self.target.host.as_str(), self.target.port);
-        let stream = TcpStream::connect(address).await.map_err(|error| broken(&error))?;
+        let connected = match self.address {
+            Some(address) => TcpStream::connect(address).await,
+            None => TcpStream::connect((self.target.host.as_str(), self.target.port)).await,
+        };
+        let stream = connected.map_err(|error| broken(&error))?;
         stream.set_nodelay(true).map_err(|error| broken(&error))?;
         let silence = SilenceLimit::new(DIAL_TIMEOUT);
         let stream = TokioIo::new(Alive::new(stream, silence.clone()));

@@ -3,6 +3,7 @@
 //! and `end`.
 
 use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -39,6 +40,9 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(crate) type TokenSource = Box<dyn Fn() -> BoxFuture<'static, Result<String, String>> + Send + Sync>;
 
+/// Where the program wants the next attempt to go; `None`: where the URL says.
+pub(crate) type AddressSource = Box<dyn Fn() -> Option<SocketAddr> + Send + Sync>;
+
 /// The credential: a token in use, and perhaps a place to get another from.
 pub(crate) struct Token {
     pub(crate) current: Option<String>,
@@ -67,6 +71,7 @@ pub(crate) type Delivery = (Message, Cursor);
 
 pub(crate) struct Driver {
     pub(crate) target: Target,
+    pub(crate) address_source: Option<AddressSource>,
     pub(crate) transport: Transport,
     pub(crate) token: Token,
     pub(crate) cursor: Cursor,
@@ -161,6 +166,7 @@ impl Driver {
         }
         let attempt = Attempt {
             target: self.target.clone(),
+            address: self.address_source.as_ref().and_then(|source| source()),
             transport: self.transport,
             token: self.token.current.clone(),
             cursor: self.cursor.text(),

@@ -144,6 +144,24 @@ async fn a_cut_client_resumes_from_the_last_id_it_received() {
 }
 
 #[tokio::test]
+async fn every_attempt_goes_where_the_program_says_and_keeps_the_urls_name() {
+    let (first, _) = Server::start().await;
+    let (second, _) = Server::start().await;
+    let addresses = [&first, &second].map(|server| server.0.local_addr().unwrap());
+    let asked = AtomicUsize::new(0);
+    let _client = Client::builder("http://fleet.example:81")
+        .pace(QUICK)
+        .address_source(move || addresses.get(asked.fetch_add(1, Ordering::Relaxed)).copied())
+        .connect()
+        .unwrap();
+    let (head, peer) = first.websocket().await;
+    assert_eq!(header(&head, "host"), Some("fleet.example:81"));
+    drop(peer);
+    let (head, _peer) = second.websocket().await;
+    assert_eq!(header(&head, "host"), Some("fleet.example:81"));
+}
+
+#[tokio::test]
 async fn a_later_channel_is_asked_again_from_the_cursor_at_the_loss() {
     let (server, builder) = Server::start().await;
     let mut client = builder.connect().unwrap();
