@@ -266,7 +266,7 @@ impl Node {
             clock: clock.clone(),
             dice: dice.clone(),
         };
-        let hub = Hub::in_fleet(parts, settings::fleet(config));
+        let hub = Hub::new(parts);
         let admission = &config.admission;
         let (ip_rate, ip_burst) = admission.address_bucket().unwrap_or((0, 0));
         let gate = Gate {
@@ -293,7 +293,6 @@ impl Node {
             hosts: config.admin.hosts.clone(),
             max_message: config.session.max_message_bytes,
             revocation_ttl: config.revocation.ttl,
-            version: VERSION,
             clock: self.gate.clock.clone(),
             dice: self.gate.dice.clone(),
             console,
@@ -391,6 +390,9 @@ async fn gauge(gate: Arc<Gate>, redis: Redis, vitals: Arc<Vitals>) {
         every.tick().await;
         steer(&gate, &vitals);
         gate.metrics.accept(gate.bucket.rate(), gate.bucket.tokens(tokio::time::Instant::now()));
+        if let Some(keys) = gate.verifier.key_state() {
+            gate.metrics.keys(keys.age.unwrap_or_default(), keys.failing_for.unwrap_or_default());
+        }
         let Some(stats) = &stats else { continue };
         for (name, is_up) in stats.links() {
             if let Some(link) = RedisLink::ALL.iter().find(|link| link.word() == name) {

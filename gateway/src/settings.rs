@@ -157,6 +157,7 @@ pub fn hub(config: &Config, capacity: usize) -> HubConfig {
         auth_timeout: config.auth.timeout,
         max_age: config.lifecycle.max_age(),
         revocation_sweep: config.revocation.sweep,
+        fleet: fleet(config),
         drain: DrainConfig {
             grace: drain.grace,
             window: drain.window.map_or(Window::Auto, Window::Fixed),
@@ -179,7 +180,7 @@ pub fn hub(config: &Config, capacity: usize) -> HubConfig {
 }
 
 /// What the node tells of itself, and what it limits over the fleet.
-pub fn fleet(config: &Config) -> FleetConfig {
+fn fleet(config: &Config) -> FleetConfig {
     FleetConfig {
         version: crate::run::VERSION,
         report_every: config.fleet.report,

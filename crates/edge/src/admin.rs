@@ -52,8 +52,6 @@ pub struct AdminState {
     pub max_message: usize,
     /// `GATEWAY_REVOCATION_TTL`.
     pub revocation_ttl: Duration,
-    /// The version that runs.
-    pub version: &'static str,
     /// For `before` of a revocation that names none.
     pub clock: Clock,
     /// Spreads `Retry-After`.

@@ -233,8 +233,11 @@ impl Gate {
         let verified = match credential.token() {
             Ok(Some(token)) => match self.verifier.authenticate(token.as_str(), &self.clock, deadline).await {
                 Ok(identity) => Ok(identity),
-                // Its token may be good: neither it nor its address is to blame.
-                Err(denied @ Denied::KeysUnavailable) => return Err(self.auth_unavailable(denied.detail())),
+                Err(denied @ Denied::KeysUnavailable) => {
+                    // Its token may be good: its address is not to blame. Nor is anybody else.
+                    self.bucket.give_back(coming, Instant::now());
+                    return Err(self.auth_unavailable(denied.detail()));
+                }
                 Err(denied) => Err(Refusal::new(denied.code(), denied.detail())),
             },
             Ok(None) => {

@@ -68,6 +68,8 @@ pub struct HubConfig {
     pub max_age: Option<(Duration, Duration)>,
     /// `GATEWAY_REVOCATION_SWEEP`: a revocation that nobody told us of ends sessions within it.
     pub revocation_sweep: Duration,
+    /// What it tells its fleet, and what holds over all of it.
+    pub fleet: FleetConfig,
     /// How a drain goes.
     pub drain: DrainConfig,
     /// What every session obeys.
@@ -146,21 +148,16 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// A hub in phase `Starting`; `start` sets it going. It limits nobody over the fleet.
+    /// A hub in phase `Starting`; `start` sets it going.
     pub fn new(parts: Parts) -> Arc<Self> {
-        Self::in_fleet(parts, FleetConfig::unlimited(""))
-    }
-
-    /// As `new`, with its place in the fleet.
-    pub fn in_fleet(parts: Parts, fleet: FleetConfig) -> Arc<Self> {
         parts.metrics.phase(Phase::Starting);
         parts.plugins.count_in(&parts.metrics);
         Arc::new(Self {
             channels: Channels::new(parts.backplane.clone()),
             place: Place::new(),
-            fleet: Fleet::new(fleet, &parts.clock, &parts.dice),
+            fleet: Fleet::new(parts.config.fleet, &parts.clock, &parts.dice),
             rolls: Rolls::new(),
-            quota: fleet.max_sessions_per_user.map(Quota::new),
+            quota: parts.config.fleet.max_sessions_per_user.map(Quota::new),
             reads: Semaphore::new(MAX_READS),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),

@@ -65,6 +65,8 @@ pub struct Metrics {
     refused: Vec<Counter>,
     refusal: Histogram,
     accept_rate: Float,
+    keys_age: Float,
+    keys_failing: Float,
     accept_tokens: Float,
     auth: Histogram,
     revocation: Vec<Counter>,
@@ -129,6 +131,18 @@ impl Metrics {
                 "gateway_refusal_seconds",
                 "Time from a request's head to the end of its connection, of refusals that waited for nobody",
                 Histogram::new(SECONDS),
+            ),
+            keys_age: add(
+                &mut r,
+                "gateway_keys_age_seconds",
+                "Time since the fetched token keys were last seen to be the issuer's; 0 where none are fetched",
+                Float::default(),
+            ),
+            keys_failing: add(
+                &mut r,
+                "gateway_keys_failing_seconds",
+                "Time since fetching the token keys began to fail; 0 while it does not",
+                Float::default(),
             ),
             accept_rate: add(
                 &mut r,
@@ -335,6 +349,12 @@ impl Metrics {
         self.accept_rate.get()
     }
 
+    /// The token keys that are fetched: how old the set is, and how long fetching has failed.
+    pub fn keys(&self, age: Duration, failing_for: Duration) {
+        self.keys_age.set(age.as_secs_f64());
+        self.keys_failing.set(failing_for.as_secs_f64());
+    }
+
     /// The phase the node is in.
     pub fn phase(&self, phase: Phase) {
         for (gauge, each) in self.phase.iter().zip(Phase::ALL) {
@@ -415,13 +435,15 @@ where
 mod tests {
     use super::*;
 
-    const FAMILIES: [(&str, &str); 33] = [
+    const FAMILIES: [(&str, &str); 35] = [
         ("gateway_sessions_open", "gauge"),
         ("gateway_sessions_opened_total", "counter"),
         ("gateway_sessions_closed_total", "counter"),
         ("gateway_refused_total", "counter"),
         ("gateway_refusal_seconds", "histogram"),
         ("gateway_accept_rate", "gauge"),
+        ("gateway_keys_age_seconds", "gauge"),
+        ("gateway_keys_failing_seconds", "gauge"),
         ("gateway_accept_tokens", "gauge"),
         ("gateway_auth_seconds", "histogram"),
         ("gateway_revocation_checks_total", "counter"),

@@ -75,8 +75,9 @@ impl Testing {
         });
         let revocation =
             RevocationConfig { when_unavailable: WhenUnavailable::Refuse, deadline: SECS(1), remember: SECS(60) };
+        let fleet = FleetConfig { max_sessions_per_user: self.limit, ..FleetConfig::unlimited("1.2.3") };
         let parts = Parts {
-            config: config(name, capacity),
+            config: HubConfig { fleet, ..config(name, capacity) },
             backplane: memory.clone(),
             verifier: Arc::new(verifier.expect("a good key")),
             revocations: Arc::new(Revocations::new(memory.clone(), revocation, metrics.clone())),
@@ -85,8 +86,7 @@ impl Testing {
             clock: self.clock.clone(),
             dice: self.dice.clone(),
         };
-        let fleet = FleetConfig { max_sessions_per_user: self.limit, ..FleetConfig::unlimited("1.2.3") };
-        let hub = Hub::in_fleet(parts, fleet);
+        let hub = Hub::new(parts);
         hub.start();
         Node { hub, memory, metrics }
     }
@@ -102,6 +102,7 @@ fn config(name: &str, capacity: usize) -> HubConfig {
         auth_timeout: SECS(1),
         max_age: None,
         revocation_sweep: SECS(30),
+        fleet: FleetConfig::unlimited("1.2.3"),
         drain: DrainConfig { grace: SECS(5), window: Window::Auto, deadline: SECS(120), takes_per_second: 50.0 },
         session: SessionConfig {
             outbox_bytes: 1 << 20,

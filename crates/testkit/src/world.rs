@@ -31,6 +31,7 @@ use hub::close::{CloseReason, PlannedCodes};
 use hub::cursor::EventId;
 use hub::departure::{Departure, DrainConfig, Who, Window};
 use hub::event::Wire;
+use hub::fleet::FleetConfig;
 use hub::hub::{Hub, HubConfig, Parts};
 use hub::limit::{AcceptBucket, AddressBuckets, Capacity};
 use hub::memory::{Memory, MemoryConfig, MemoryLog, Restart};
@@ -521,6 +522,7 @@ fn hub_config(config: &WorldConfig, node: Arc<str>) -> HubConfig {
         auth_timeout: Duration::from_secs(1),
         max_age: None,
         revocation_sweep: Duration::from_secs(30),
+        fleet: FleetConfig::unlimited("simulated"),
         drain: DrainConfig {
             grace: Duration::from_secs(5),
             window: Window::Auto,

@@ -32,7 +32,7 @@ pub async fn run(config: Config) -> Result<(), CliError> {
         MigrateError::Config(_) => CliError::Usage(error.to_string()),
         MigrateError::Start(_) => CliError::Unreachable(error.to_string()),
     })?;
-    let what = if prepared.loaded { "the library was loaded" } else { "nothing to do" };
-    say(&format!("schema {SCHEMA}, library revision {}: {what}", prepared.revision));
+    let what = if prepared.loaded { "the libraries were loaded" } else { "nothing to do" };
+    say(&format!("schema {SCHEMA}, revision {}: {what}", prepared.revision));
     Ok(())
 }

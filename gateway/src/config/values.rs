@@ -371,7 +371,9 @@ fn has_only_placeholders(template: &str) -> bool {
 /// `GATEWAY_REDIS_PREFIX`: 1 to 64 bytes. No part of it behind a colon is a word that our own keys
 /// have in that place: `a:live` would share keys with the channel `live:…` of the prefix `a`.
 pub fn redis_prefix(text: &str) -> Option<String> {
-    const OURS: [&str; 10] = ["beacon", "ch", "conf", "ctl", "idem", "live", "lock", "log", "revoked", "schema"];
+    const OURS: [&str; 13] = [
+        "beacon", "ch", "conf", "ctl", "fleet", "idem", "live", "lock", "log", "node", "revoked", "schema", "sessions",
+    ];
     let prefix = parse::name(text, 64, b"_-.:")?;
     let is_mixed_up = prefix.split(':').skip(1).any(|part| OURS.contains(&part));
     (!is_mixed_up).then_some(prefix)

@@ -130,6 +130,39 @@ async fn a_refused_crowd_is_told_quickly_and_each_of_it_another_time() {
 }
 
 #[tokio::test]
+async fn who_was_cut_off_has_the_last_fifth_of_the_burst_and_a_made_up_cursor_has_not() {
+    let limits = options().env("GATEWAY_ACCEPT_BURST", "50").env("GATEWAY_ACCEPT_RATE", "1");
+    let gateway = GatewayProcess::start(limits).await;
+    let auth = bearer(&usual_token());
+    let mut first = try_ws(&gateway, "/v1/ws", &[("Authorization", &auth)]).await.expect("let in");
+    let cursor = first.until("ready").await.pop().unwrap()["id"].as_str().expect("a position").to_owned();
+    let come = async |cursor: &str| {
+        let headers = [("Authorization", auth.as_str()), ("Last-Event-ID", cursor)];
+        super::outcome(&gateway, "/v1/ws", &headers).await
+    };
+    // So many were cut off that a whole fifth is kept for them.
+    for _ in 0..10 {
+        assert_eq!(come(&cursor).await.0, 101);
+    }
+    // One token a second comes in; a run of one kind is over within a few.
+    let until_refused = async |cursor: &str| {
+        let mut n = 0;
+        while come(cursor).await.0 == 101 {
+            n += 1;
+        }
+        n
+    };
+    let n_new = until_refused("").await;
+    assert!((25..=32).contains(&n_new), "{n_new} newcomers: 39 places, ten of them kept");
+    // From a time that has not come, or none of ours: those who show them are as new as the others.
+    for made_up in ["9999999999999-1", "nonsense", "0"] {
+        assert_eq!(come(made_up).await, (503, "overloaded".to_owned()), "{made_up}");
+    }
+    let n_back = until_refused(&cursor).await;
+    assert!((8..=14).contains(&n_back), "{n_back} came back: ten places were kept for them");
+}
+
+#[tokio::test]
 async fn a_page_whose_token_is_refused_sees_it_by_the_close_code() {
     let gateway = GatewayProcess::start(options()).await;
     let revoked = token(&json!({"sub": "42", "jti": "gone"}));

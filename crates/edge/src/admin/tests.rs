@@ -91,6 +91,7 @@ fn node() -> Node {
         auth_timeout: secs(1),
         max_age: None,
         revocation_sweep: Duration::from_secs(30),
+        fleet: FleetConfig::unlimited("1.2.3"),
         drain: DrainConfig { grace: secs(5), window: Window::Auto, deadline: secs(120), takes_per_second: 50.0 },
         session,
     };
@@ -105,7 +106,7 @@ fn node() -> Node {
         clock: clock.clone(),
         dice: dice.clone(),
     };
-    let hub = Hub::in_fleet(parts, FleetConfig::unlimited("1.2.3"));
+    let hub = Hub::new(parts);
     hub.start();
     hub.serve();
     let state = AdminState {
@@ -114,7 +115,6 @@ fn node() -> Node {
         hosts: Vec::new(),
         max_message: MAX_MESSAGE,
         revocation_ttl: secs(60),
-        version: "1.2.3",
         clock,
         dice,
         console: Bytes::from_static(CONSOLE.as_bytes()),

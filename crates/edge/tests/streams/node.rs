@@ -14,6 +14,7 @@ use hub::channel::Channel;
 use hub::clock::{Clock, Dice};
 use hub::close::PlannedCodes;
 use hub::departure::{DrainConfig, Window};
+use hub::fleet::FleetConfig;
 use hub::hub::{Hub, HubConfig, Parts};
 use hub::limit::{AcceptBucket, AddressBuckets, Capacity};
 use hub::memory::{MemoryConfig, MemoryLog};
@@ -77,6 +78,7 @@ impl Settings {
             auth_timeout: secs(1),
             max_age: None,
             revocation_sweep: Duration::from_secs(30),
+            fleet: FleetConfig::unlimited("0.0.0"),
             drain: DrainConfig { grace: secs(5), window: Window::Auto, deadline: secs(120), takes_per_second: 50.0 },
             session,
         };
