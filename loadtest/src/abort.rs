@@ -1,6 +1,7 @@
 //! A hundred thousand handshakes given up at every point: does the gateway give back everything
 //! that it took for them? Decides where and how each is broken off, and what has to be zero after it.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -228,7 +229,7 @@ struct Held {
     /// Channels that anybody subscribes in Redis.
     n_channels: usize,
     resident: u64,
-    refused: String,
+    refused: BTreeMap<String, f64>,
 }
 
 impl Held {
@@ -237,7 +238,6 @@ impl Held {
         let channels = redis.connect().await?.run(&["PUBSUB", "CHANNELS"]).await?;
         let n_channels = if let Reply::Array(channels) = channels { channels.len() } else { 0 };
         let sum = |name| metrics.sum(name).unwrap_or(0.0);
-        let refused = metrics.by("gateway_refused_total", "code");
         Ok(Held {
             open: sum("gateway_sessions_open"),
             opened: sum("gateway_sessions_opened_total"),
@@ -245,7 +245,7 @@ impl Held {
             n_descriptors: process::n_descriptors(gateway.pid())?,
             n_channels,
             resident: process::resident_bytes(gateway.pid())?,
-            refused: refused.iter().map(|(code, n)| format!("{code} {n}")).collect::<Vec<_>>().join(", "),
+            refused: metrics.by("gateway_refused_total", "code"),
         })
     }
 
@@ -313,12 +313,15 @@ fn judge(
     sheet.figure("settled_s", "all given back after", settled.as_secs_f64(), "s");
     sheet.figure("opened", "sessions opened", after.opened, "");
     sheet.figure("closed", "sessions closed", after.closed, "");
-    sheet.figure("refused", "refused", after.refused.clone(), "");
+    sheet.figure("refused_seen", "refused before we broke off", of(&tally.n_refused), "");
+    let codes: Vec<String> = after.refused.iter().map(|(code, n)| format!("{code} {n}")).collect();
+    sheet.figure("refused", "refused, by code", codes.join(", "), "");
     sheet.figure("broken", "broken by the server before our break", of(&tally.n_broken), "");
     let mib = |held: &Held| held.resident as f64 / f64::from(1 << 20);
     sheet.figure("resident_mib", "resident", mib(after), &format!("MiB, {:.1} before", mib(before)));
     let zero = Bound::AtMost(0.0);
-    sheet.promise("refused though places are enough", Some(of(&tally.n_refused) as f64), zero, "");
+    let for_places = after.refused.get("at_capacity").copied().unwrap_or(0.0);
+    sheet.promise("refused as at_capacity, though places are enough", Some(for_places), zero, "");
     sheet.promise("no answer or no end in time", Some(of(&tally.n_stuck) as f64), zero, "");
     sheet.promise("sessions open", Some(after.open), zero, "");
     sheet.promise("opened and closed differ by", Some((after.opened - after.closed).abs()), zero, "");

@@ -17,6 +17,8 @@ pub enum Policy {
     LeastConnections,
     RoundRobin,
     Random,
+    /// The emptier of two drawn ones
+    TwoRandom,
 }
 
 /// Where a node is.
@@ -70,6 +72,10 @@ impl Balancer {
         let node = match self.policy {
             Policy::RoundRobin => healthy[turn % healthy.len()],
             Policy::Random => healthy[scattered(turn) % healthy.len()],
+            Policy::TwoRandom => {
+                let [one, other] = [2 * turn, 2 * turn + 1].map(|n| healthy[scattered(n) % healthy.len()]);
+                if given(&&one) <= given(&&other) { one } else { other }
+            }
             Policy::LeastConnections => *healthy.iter().min_by_key(given).expect("it is not empty"),
         };
         Some(self.give(node))
@@ -128,7 +134,7 @@ mod tests {
 
     #[test]
     fn an_unhealthy_node_gets_nothing_and_the_others_share_alike() {
-        for policy in [Policy::LeastConnections, Policy::RoundRobin, Policy::Random] {
+        for policy in [Policy::LeastConnections, Policy::RoundRobin, Policy::Random, Policy::TwoRandom] {
             let balancer = balancer(policy);
             balancer.nodes[1].is_healthy.store(false, Ordering::Relaxed);
             let [first, second, third] = counts(&balancer, 1_000);

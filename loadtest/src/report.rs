@@ -36,8 +36,7 @@ impl Sheet {
     pub fn figure(&mut self, key: &str, title: &'static str, value: impl Into<Value>, unit: &str) {
         let value = value.into();
         let text = match &value {
-            // No bucket, no sample, or beyond the last bucket: numbers that JSON has no word for.
-            Value::Null => "n/a".to_owned(),
+            Value::Null => format!("n/a {}", if unit.starts_with('(') { unit } else { "" }),
             Value::String(text) => format!("{text} {unit}"),
             Value::Number(number) if number.is_f64() => {
                 format!("{:.3} {unit}", number.as_f64().expect("it was just looked at"))

@@ -22,7 +22,7 @@ use crate::redis::Counts;
 use crate::report::Report;
 use crate::wire::{Address, Transport};
 use crate::{positive, process};
-use crowd::{Manner, World};
+use crowd::{Manner, VICTIM, World};
 use observer::{Observer, Stage, Watch};
 
 /// New sessions a second on a node whose bucket is wide open; a figure that two cores bear.
@@ -59,7 +59,7 @@ pub struct Options {
     #[arg(long)]
     crowd: Option<usize>,
     /// How the balancer chooses a node
-    #[arg(long, value_enum, default_value_t = Policy::LeastConnections)]
+    #[arg(long, value_enum, default_value_t = Policy::Random)]
     balance: Policy,
     /// Seconds between two looks of the balancer at /readyz
     #[arg(long, default_value_t = 1.0, value_parser = positive)]
@@ -135,13 +135,15 @@ pub async fn run(options: Options) -> Result<Report, String> {
     let redis = options.programs.redis().await?;
     let mut gateways = Vec::new();
     for n in 0..plan.n_gateways {
-        let is_open = n == 0 && plan.is_victim_open;
+        let is_open = n == VICTIM && plan.is_victim_open;
         let (burst, rate) = if is_open { (WIDE_OPEN, WIDE_OPEN) } else { (plan.burst, plan.rate) };
         let settings = [
             ("GATEWAY_REDIS_URL", redis.url()),
             ("GATEWAY_ACCEPT_BURST", burst.to_string()),
             ("GATEWAY_ACCEPT_RATE", rate.to_string()),
             ("GATEWAY_NODE", format!("node-{n}")),
+            // A sweep's questions are MGETs too, and none of an admission's.
+            ("GATEWAY_REVOCATION_SWEEP", "10m".to_owned()),
         ];
         gateways.push(options.programs.gateway(&settings).await?);
     }
@@ -173,9 +175,9 @@ pub async fn run(options: Options) -> Result<Report, String> {
     let mut publisher = Publisher::connect(&admin, None).await?;
     observer.enter(Stage::Storm);
     world.kill();
-    gateways[0].kill9();
-    eprintln!("killed node-0 with {} clients", plan.n_victims);
-    publisher.publish(crowd::CHANNEL, r#""while they were away""#).await?;
+    gateways[VICTIM].kill9();
+    eprintln!("killed node-{VICTIM} with {} clients", plan.n_victims);
+    publisher.publish(&crowd::channel(VICTIM), r#""while they were away""#).await?;
     wait_for_all(&world, Duration::from_secs_f64(options.patience)).await;
     let living: Vec<&Gateway> = gateways[1..].iter().collect();
     let after = counters(&living, &redis).await?;
@@ -191,8 +193,8 @@ async fn fill(plan: &Plan, world: &Arc<World>) -> Result<JoinSet<()>, String> {
     let gated = (FILL * f64::from(plan.rate)).min(OPEN_CONNECT_RATE / plan.n_gateways as f64);
     let mut from = 0;
     for home in 0..plan.n_gateways {
-        let n = if home == 0 { plan.n_victims } else { plan.n_each };
-        let rate = if home == 0 && plan.is_victim_open { OPEN_CONNECT_RATE } else { gated };
+        let n = if home == VICTIM { plan.n_victims } else { plan.n_each };
+        let rate = if home == VICTIM && plan.is_victim_open { OPEN_CONNECT_RATE } else { gated };
         tasks.spawn(crowd::gather(Arc::clone(world), from..from + n, home, rate));
         from += n;
     }

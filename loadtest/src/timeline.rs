@@ -9,7 +9,7 @@ pub const BIN: Duration = Duration::from_millis(100);
 /// Five minutes; what comes later is counted in the last bin.
 const N_BINS: usize = 3_000;
 /// Bins in a second.
-const PER_SECOND: usize = 10;
+pub const PER_SECOND: usize = 10;
 /// Width of the longest bar.
 const BAR: usize = 50;
 
@@ -38,11 +38,11 @@ impl Timeline {
         ends.into_iter().find(|end| wanted > 0.0 && f64::from(self.before(*end)) >= wanted)
     }
 
-    /// Counts of all windows of a second that lie wholly before `until`, a bin apart.
-    pub fn windows(&self, until: Duration) -> Vec<u32> {
+    /// Counts of all windows of so many seconds that lie wholly before `until`, a bin apart.
+    pub fn windows(&self, n_seconds: usize, until: Duration) -> Vec<u32> {
         let n = n_bins(until);
         let bins: Vec<u32> = self.0[..n].iter().map(|bin| bin.load(Ordering::Relaxed)).collect();
-        bins.windows(PER_SECOND).map(|second| second.iter().sum()).collect()
+        bins.windows(n_seconds * PER_SECOND).map(|some| some.iter().sum()).collect()
     }
 
     /// Counts of the whole seconds up to the last that has any.
@@ -90,8 +90,9 @@ mod tests {
         for ms in [0, 99, 100, 950, 1_000, 2_500] {
             timeline.record(Duration::from_millis(ms));
         }
-        assert_eq!(timeline.windows(Duration::from_millis(999)), [0; 0]);
-        assert_eq!(timeline.windows(Duration::from_millis(1_200)), [4, 3, 2]);
+        assert_eq!(timeline.windows(1, Duration::from_millis(999)), [0; 0]);
+        assert_eq!(timeline.windows(1, Duration::from_millis(1_200)), [4, 3, 2]);
+        assert_eq!(timeline.windows(2, Duration::from_millis(2_000)), [5]);
         assert_eq!(timeline.seconds(), [4, 1, 1]);
         assert_eq!([0, 100, 2_500, 2_600].map(|ms| timeline.before(Duration::from_millis(ms))), [0, 2, 5, 6]);
         assert_eq!([0.5, 1.0].map(|part| timeline.quantile(part).unwrap().as_millis()), [200, 2_600]);

@@ -18,8 +18,13 @@ use crate::timeline::Timeline;
 use crate::token::{self, Flaw};
 use crate::wire::{Failure, Subscriber, Transport};
 
-/// The channel of all clients of the crowd.
-pub const CHANNEL: &str = "crowd";
+/// The node that is killed.
+pub const VICTIM: usize = 0;
+
+/// The channel of all clients at home on one node.
+pub fn channel(home: usize) -> String {
+    format!("crowd-{home}")
+}
 
 /// The article's backoff, which knows nothing of servers' hints.
 const PLAIN_BASE: Duration = Duration::from_millis(500);
@@ -47,7 +52,7 @@ pub struct Record {
     /// When it was ready again, in µs after the kill, plus one; 0: it is not.
     back_us: AtomicU64,
     pub is_resumed: AtomicU32,
-    /// Events of the crowd's channel that it heard.
+    /// Events of its channel that it heard.
     pub n_heard: AtomicU32,
 }
 
@@ -71,6 +76,8 @@ pub struct World {
     /// When the victims noticed.
     pub noticed: Timeline,
     pub attempts: Timeline,
+    /// Those of them that were sent to a living node.
+    pub demand: Timeline,
     pub admitted: Timeline,
     /// By code; attempts that found no node stand under `no connection`.
     pub refused: Mutex<BTreeMap<String, u32>>,
@@ -97,6 +104,7 @@ impl World {
             n_back: AtomicUsize::new(0),
             noticed: Timeline::new(),
             attempts: Timeline::new(),
+            demand: Timeline::new(),
             admitted: Timeline::new(),
             refused: Mutex::default(),
             n_lost_elsewhere: AtomicU32::new(0),
@@ -117,7 +125,11 @@ impl World {
         let Some(at) = self.since_kill() else { return Some(self.balancer.give(home)) };
         self.attempts.record(at);
         self.records[n].n_attempts.fetch_add(1, Ordering::Relaxed);
-        self.balancer.choose()
+        let given = self.balancer.choose();
+        if given.as_ref().is_some_and(|given| given.node != VICTIM) {
+            self.demand.record(at);
+        }
+        given
     }
 
     fn admitted(&self) {
@@ -182,7 +194,7 @@ async fn ours(world: Arc<World>, n: usize, home: usize) {
         Transport::Sse => client::Transport::Sse,
     };
     let client = Client::builder(format!("http://{NOWHERE}"))
-        .token(token::full(&n.to_string(), &[CHANNEL], Flaw::None))
+        .token(token::full(&n.to_string(), &[&channel(home)], Flaw::None))
         .transport(transport)
         .seed(n as u64)
         .address_source(source)
@@ -214,7 +226,7 @@ async fn ours(world: Arc<World>, n: usize, home: usize) {
 }
 
 async fn plain(world: Arc<World>, n: usize, home: usize) {
-    let token = token::full(&n.to_string(), &[CHANNEL], Flaw::None);
+    let token = token::full(&n.to_string(), &[&channel(home)], Flaw::None);
     let mut dice = StdRng::seed_from_u64(n as u64);
     let mut failures = 0;
     loop {

@@ -12,7 +12,7 @@ use super::{Options, Scenario, Storm};
 use crate::histogram::Histogram;
 use crate::probe::Metrics;
 use crate::report::{Bound, Report, Sheet};
-use crate::timeline::{BIN, bars, quantile};
+use crate::timeline::{BIN, PER_SECOND as BINS_A_SECOND, bars, quantile};
 
 /// The widest first delay of our client.
 const FIRST_DELAY: Duration = Duration::from_secs(5);
@@ -120,12 +120,16 @@ fn flow(options: &Options, storm: &Storm, back: &[Duration], sheet: &mut Sheet) 
         return;
     }
     let last = back.last().copied().unwrap_or(Duration::MAX);
-    let tries = world.attempts.windows(last);
-    let entries = world.admitted.windows(last);
-    let full: Vec<usize> = (0..tries.len()).filter(|at| f64::from(tries[*at]) >= DEMAND * storm.refill()).collect();
-    let least = full.iter().map(|at| f64::from(entries[*at]) / storm.refill()).reduce(f64::min);
+    let full = full_demand(storm, 1, last);
+    let [least, least_of_five] = [1, 5].map(|n_seconds| {
+        let admitted = world.admitted.windows(n_seconds, last);
+        let windows = full_demand(storm, n_seconds, last).into_iter();
+        windows.map(|at| f64::from(admitted[at]) / n_seconds as f64 / storm.refill()).reduce(f64::min)
+    });
     sheet.figure("full_demand_s", "time with full demand", full.len() as f64 / 10.0, "s");
     sheet.figure("goodput_min", "goodput, worst second of those", least.map(|least| least * 100.0), "% of the refill");
+    let five = least_of_five.map(|least| least * 100.0);
+    sheet.figure("goodput_min_5s", "goodput, worst five seconds", five, "% of the refill");
     let sustained = sustained_rate(storm, &full);
     sheet.figure("sustained_per_s", "admitted under full demand", sustained, "/s without the burst");
     sheet.figure("refill_per_s", "configured", storm.refill(), "/s");
@@ -134,6 +138,14 @@ fn flow(options: &Options, storm: &Storm, back: &[Duration], sheet: &mut Sheet) 
         let off = sustained.map(|sustained| 100.0 * (sustained / storm.refill() - 1.0).abs());
         sheet.promise("sustained rate off the configured one", off, Bound::AtMost(5.0), "%");
     }
+}
+
+/// The windows of so many seconds, each second of which met full demand.
+fn full_demand(storm: &Storm, n_seconds: usize, until: Duration) -> Vec<usize> {
+    let tries = storm.world.demand.windows(1, until);
+    let is_full = |at: usize| f64::from(tries[at]) >= DEMAND * storm.refill();
+    let n = (tries.len() + BINS_A_SECOND).saturating_sub(n_seconds * BINS_A_SECOND);
+    (0..n).filter(|at| (0..n_seconds).all(|second| is_full(at + second * BINS_A_SECOND))).collect()
 }
 
 /// Admissions a second from the kill to the end of the last second of full demand, less the burst
@@ -187,10 +199,15 @@ fn others(storm: &Storm, sheet: &mut Sheet) {
     }
     let ratio = ms(&seen.during, 0.99).zip(ms(&seen.before, 0.99)).map(|(during, before)| during / before);
     let [begun, before, after] = &storm.counters;
-    let in_server = |metrics: &Metrics| metrics.quantile("gateway_delivery_seconds", 0.99).map(|s| s * 1e3);
-    let (calm, wild) = (before.metrics.since(&begun.metrics), after.metrics.since(&before.metrics));
-    sheet.figure("server_delivery_before_p99_ms", "as the servers saw it before, p99", in_server(&calm), "ms");
-    sheet.figure("server_delivery_during_p99_ms", "as the servers saw it in it, p99", in_server(&wild), "ms");
+    for (key, title, from, to) in [
+        ("server_delivery_before_p99_ms", "as the servers saw it before, p99", begun, before),
+        ("server_delivery_during_p99_ms", "as the servers saw it in it, p99", before, after),
+    ] {
+        // Their figure counts replayed events with their age, up to beyond its last bucket.
+        let s = to.metrics.since(&from.metrics).quantile("gateway_delivery_seconds", 0.99);
+        let unit = if s.is_some_and(f64::is_infinite) { "(beyond the last bucket)" } else { "ms" };
+        sheet.figure(key, title, s.map(|s| s * 1e3), unit);
+    }
     sheet.promise("delivery in the storm to before, p99", ratio, Bound::AtMost(2.0), "times");
     let got = seen.delivery();
     sheet.figure("events", "events for those that stayed", got.n_published, "");
