@@ -1,9 +1,9 @@
 #!lua name=tidegate_fleet
 --
--- Tidegate's fleet on Redis, revision 2: what nodes say of themselves, and the places of a user's
--- sessions. For Redis 7.0 and later. Stands beside the log's library and calls nothing of it.
+-- Tidegate's fleet on Redis, revision 2: what nodes say of themselves, the hold on them, and the
+-- places of a user's sessions. For Redis 7.0 and later. Stands beside the log's library and calls nothing of it.
 --
--- Decides: which report is too old, which place a session gets, and which session is one too many.
+-- Decides: which report is too old, which hold is one, which place a session gets, and which session is one too many.
 -- Decides nothing about what a report says, nor what becomes of a session that lost its place.
 --
 -- Every function takes one key, `<prefix>:log`; all other keys are derived from it (see README.md
@@ -13,6 +13,9 @@ local REVISION = 2
 
 -- How long a user's places are kept after the last claim. Nodes renew every half minute or so.
 local PLACES_MS = 600000
+-- The longest hold of the fleet, and the longest reason for it.
+local HOLD_MS = 86400000
+local REASON_BYTES = 200
 -- Places are counted in doubles.
 local EXACT = 9007199254740992
 
@@ -49,7 +52,20 @@ local function birth_of(log)
   return tonumber(ms)
 end
 
--- node body ttl_ms → now ms, birth ms, {node, age ms, body} of each whose report is no older than that.
+-- The hold in force: {until ms, node, reason}. What anybody else wrote there, or what should have
+-- ended, is none.
+local function hold_of(base, now)
+  local v = redis.pcall('GET', base .. ':fleet:hold')
+  -- `false`: no key. A table: an error, the key is no string.
+  if type(v) ~= 'string' then return false end
+  local until_ms, node, reason = string.match(v, '^(%d+) (%S+) (.*)$')
+  until_ms = whole(until_ms, now + 1, now + HOLD_MS)
+  if not until_ms or #reason > REASON_BYTES then return false end
+  return { until_ms, node, reason }
+end
+
+-- node body ttl_ms → now ms, birth ms, {node, age ms, body} of each whose report is no older than
+-- that, the hold in force or nil.
 local function report_1(keys, args)
   local base = base_of(keys)
   if not base then return redis.error_reply('BADKEYS expected one key, <prefix>:log') end
@@ -71,7 +87,7 @@ local function report_1(keys, args)
       redis.call('ZREM', idx, listed[i])
     end
   end
-  return { now, birth_of(keys[1]), reports }
+  return { now, birth_of(keys[1]), reports, hold_of(base, now) }
 end
 
 -- node → OK.
@@ -82,6 +98,26 @@ local function retire_1(keys, args)
   redis.call('ZREM', base .. ':fleet:idx', args[1])
   redis.call('DEL', base .. ':fleet:n:' .. args[1])
   return redis.status_reply('OK')
+end
+
+-- node then ttl_ms reason, or nothing: the end of any hold → {until ms, node, reason} or nil.
+local function hold_1(keys, args)
+  local base = base_of(keys)
+  if not base then return redis.error_reply('BADKEYS expected one key, <prefix>:log') end
+  local node, ttl, reason = args[1], whole(args[2], 1000, HOLD_MS), args[3]
+  local is_hold = #args == 3 and ttl and #reason <= REASON_BYTES
+  if not string.find(node or '', '^%S+$') or not (is_hold or #args == 1) then
+    return redis.error_reply('BADARGS expected <node> [<ttl ms> <reason>]')
+  end
+  local key, hold = base .. ':fleet:hold', false
+  if is_hold then
+    hold = { math.floor(now_us() / 1000) + ttl, node, reason }
+    redis.call('SET', key, digits(hold[1]) .. ' ' .. node .. ' ' .. reason, 'PXAT', digits(hold[1]))
+  else
+    redis.call('DEL', key)
+  end
+  redis.call('PUBLISH', base .. ':ctl', 'fleet')
+  return hold
 end
 
 -- Places ------------------------------------------------------------------------------------------
@@ -186,6 +222,7 @@ end
 
 redis.register_function { function_name = 'tidegate_report_1', callback = report_1, flags = { 'allow-oom' } }
 redis.register_function { function_name = 'tidegate_retire_1', callback = retire_1, flags = { 'allow-oom' } }
+redis.register_function { function_name = 'tidegate_hold_1', callback = hold_1, flags = { 'allow-oom' } }
 redis.register_function { function_name = 'tidegate_claim_1', callback = claim_1, flags = { 'allow-oom' } }
 redis.register_function { function_name = 'tidegate_release_1', callback = release_1, flags = { 'allow-oom' } }
 redis.register_function { function_name = 'tidegate_fleet_version', callback = function() return REVISION end, flags = { 'no-writes' } }

@@ -1,5 +1,5 @@
 //! What nodes share: the log, its link, the revocation list, and what they know of each other
-//! (reports, messages, a user's sessions). Decides what every backplane must answer and how a hole
+//! (reports, messages, a user's sessions, a hold on moving any). Decides what every backplane must answer and how a hole
 //! is told from the facts of a read. Two real ones exist: `Memory` (one
 //! process, a product feature) and Redis (crate `redis-backplane`). `testkit::contract` is the
 //! suite that both must pass.
@@ -8,6 +8,7 @@
 //! divided so: a backplane gives ids, reads atomically and reports its link in order; the hub
 //! (`fanout`) decides who gets what, when a gap is declared, and what a position is.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,6 +25,13 @@ pub const MAX_KEY_BYTES: usize = 128;
 
 /// Longest text that `Backplane::tell` carries, in bytes.
 pub const MAX_TELL_BYTES: usize = 1024 * 1024;
+
+/// How long one `Backplane::hold` may last. A day: whoever needs longer renews it, so that none is
+/// forgotten.
+pub const HOLD_TIMES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(24 * 3600);
+
+/// Longest `Hold::reason`, in bytes.
+pub const MAX_REASON_BYTES: usize = 200;
 
 /// One thing to publish. `data` is JSON text, checked at the edge (`Event::check_data`).
 #[derive(Clone, Debug)]
@@ -203,6 +211,9 @@ pub enum FromLink {
         /// Which.
         session: Arc<str>,
     },
+    /// A hold began, changed or was taken away: `Backplane::report` says what holds now. None is
+    /// sent when a hold ends with its time.
+    FleetChanged,
 }
 
 /// What a revocation names.
@@ -236,11 +247,24 @@ pub struct Report {
     pub age: Duration,
 }
 
+/// Somebody's word that for a while no session is to be moved for the balance of the fleet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hold {
+    /// When it ends, ms since 1970 by the backplane's clock.
+    pub until_ms: u64,
+    /// Why, for those who wonder; may be empty.
+    pub reason: String,
+    /// The node that took it.
+    pub by: Arc<str>,
+}
+
 /// What the backplane knows of the fleet at one instant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fleet {
     /// By node name; the asker's own included.
     pub reports: Vec<Report>,
+    /// The hold in force, if there is one; its end lies after `now_ms`.
+    pub hold: Option<Hold>,
     /// When the log was born, ms since 1970: no position of it is older. A flushed log is born
     /// again; 0: it is not born yet.
     pub birth_ms: u64,
@@ -308,6 +332,15 @@ pub trait Backplane: Send + Sync + 'static {
 
     /// Takes this node's report away: it leaves the fleet.
     fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>>;
+
+    /// Begins a hold of the fleet, in this node's name, for a time within `HOLD_TIMES` and with a
+    /// reason of at most `MAX_REASON_BYTES`, in place of any other; `None` takes away what there
+    /// is. Answers what holds from now on; every node, this one too, hears `FromLink::FleetChanged`.
+    ///
+    /// # Errors
+    /// `Unavailable`, also for another time or a longer reason. Whether it was done is then unknown: doing it
+    /// again is no harm.
+    fn hold(&self, hold: Option<(Duration, String)>) -> BoxFuture<'_, Result<Option<Hold>, Unavailable>>;
 
     /// Sends a text of at most `MAX_TELL_BYTES` to one node (`to`), or to all, this one too. It
     /// arrives as `FromLink::Told`, once; it is lost where no such node listens now.

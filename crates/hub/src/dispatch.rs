@@ -100,6 +100,7 @@ impl Dispatcher {
             FromLink::Revoked(revocation) => self.hub.revoked(&revocation),
             FromLink::Told(text) => self.hub.rolls.told(text),
             FromLink::Replaced { user, session } => self.hub.replaced(&user, &session),
+            FromLink::FleetChanged => {}
         }
     }
 

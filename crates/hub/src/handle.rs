@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backplane::{Publish, Published, Revocation, Unavailable};
+use crate::backplane::{Hold, Publish, Published, Revocation, Unavailable};
 use crate::departure::Departure;
 use crate::event::NotJson;
 use crate::fleet::FleetView;
@@ -111,6 +111,24 @@ impl GatewayHandle {
     /// `Unavailable`: not known to be stored, repeat it.
     pub async fn revoke(&self, revocation: Revocation, ttl: Duration) -> Result<(), Unavailable> {
         self.hub.revoke(revocation, ttl).await
+    }
+
+    /// Suspends shedding on every node, in place of any other hold: for a time within
+    /// `backplane::HOLD_TIMES`, with a reason of at most `backplane::MAX_REASON_BYTES`.
+    ///
+    /// # Errors
+    /// `Unavailable`: not known to hold, repeat it.
+    pub async fn hold(&self, time: Duration, reason: String) -> Result<Hold, Unavailable> {
+        let hold = self.hub.backplane.hold(Some((time, reason))).await?;
+        hold.ok_or_else(|| Unavailable("it answers what is no hold".to_owned()))
+    }
+
+    /// Ends the hold, if there is one.
+    ///
+    /// # Errors
+    /// `Unavailable`: perhaps it still holds, repeat it.
+    pub async fn release(&self) -> Result<(), Unavailable> {
+        self.hub.backplane.hold(None).await.map(|_| ())
     }
 
     /// Starts this node's drain, as SIGTERM does. Again is harmless.

@@ -1,5 +1,5 @@
 //! The backplane without Redis: one process, everything works. Decides what Redis would: ids, what
-//! is kept, what a read answers (`memory::log`), who is in the fleet and whose session is one too
+//! is kept, what a read answers (`memory::log`), who is in the fleet, who holds it and whose session is one too
 //! many (`memory::fleet`), and here what each node hears over its link, in
 //! which order, and when a link is lost. The twin of crate `redis-backplane`; both pass
 //! `testkit::contract`.
@@ -24,8 +24,8 @@ use tokio::task::AbortHandle;
 use self::fleet::FleetState;
 use self::log::Log;
 use crate::backplane::{
-    Backplane, Claim, Claimed, Fleet, FromLink, MAX_TELL_BYTES, Publish, Published, Read, ReadAsk, Revocation,
-    RevocationKey, Unavailable,
+    Backplane, Claim, Claimed, Fleet, FromLink, HOLD_TIMES, Hold, MAX_REASON_BYTES, MAX_TELL_BYTES, Publish, Published,
+    Read, ReadAsk, Revocation, RevocationKey, Unavailable,
 };
 use crate::channel::Channel;
 use crate::clock::{Clock, Dice};
@@ -381,6 +381,7 @@ impl Backplane for Memory {
         Box::pin(async move {
             self.call(|inner, now_ms| Fleet {
                 reports: inner.fleet.report(now_ms, &self.name, body, ttl),
+                hold: inner.fleet.held_by(now_ms),
                 birth_ms: inner.log.birth_ms(),
                 now_ms,
             })
@@ -389,6 +390,27 @@ impl Backplane for Memory {
 
     fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
         Box::pin(async move { self.call(|inner, _| inner.fleet.retire(&self.name)) })
+    }
+
+    fn hold(&self, hold: Option<(Duration, String)>) -> BoxFuture<'_, Result<Option<Hold>, Unavailable>> {
+        Box::pin(async move {
+            let is_sound =
+                |(time, reason): &(Duration, String)| HOLD_TIMES.contains(time) && reason.len() <= MAX_REASON_BYTES;
+            if !hold.as_ref().is_none_or(is_sound) {
+                return Err(Unavailable(format!(
+                    "a hold is of {HOLD_TIMES:?}, its reason of {MAX_REASON_BYTES} bytes"
+                )));
+            }
+            self.call(|inner, now_ms| {
+                let until = |time| now_ms.saturating_add(ms(time));
+                let hold = hold.map(|(time, reason)| Hold { until_ms: until(time), reason, by: self.name.clone() });
+                inner.fleet.hold(hold.clone());
+                for (_, node) in &mut inner.nodes {
+                    node.push(FromLink::FleetChanged);
+                }
+                hold
+            })
+        })
     }
 
     fn tell(&self, to: Option<Arc<str>>, text: String) -> BoxFuture<'_, Result<(), Unavailable>> {

@@ -1,11 +1,11 @@
 //! What nodes know of each other, in Redis: arguments and answers of the Functions in
-//! `migrations/0002_fleet.lua`, and the message from node to node. Decides nothing about places or
-//! ages (the Functions do, atomically), nor what a report says (the hub does).
+//! `migrations/0002_fleet.lua`, and the message from node to node. Decides nothing about places,
+//! holds or ages (the Functions do, atomically), nor what a report says (the hub does).
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use hub::backplane::{Claim, Claimed, Fleet, Report};
+use hub::backplane::{Claim, Claimed, Fleet, Hold, Report};
 use redis::Cmd;
 
 use crate::dial::Fault;
@@ -24,20 +24,39 @@ pub(crate) fn report_cmd(log: &str, node: &str, body: &str, ttl: Duration) -> Cm
     call("tidegate_report_1", log, node).arg(body).arg(ttl_ms).to_owned()
 }
 
-/// Its answer: the clock, the birth, and of each node its name, its report's age in ms and the report.
-pub(crate) type Reported = (u64, u64, Vec<(Vec<u8>, u64, Vec<u8>)>);
+/// Its answer: the clock, the birth, of each node its name, its report's age in ms and the report,
+/// and the hold.
+pub(crate) type Reported = (u64, u64, Vec<(Vec<u8>, u64, Vec<u8>)>, Option<Held>);
 
-/// Its answer, by node name, and how many reports are no text: those are left out.
-pub(crate) fn fleet((now_ms, birth_ms, said): Reported) -> (Fleet, u64) {
-    let n_said = said.len();
+/// A hold's end, who took it, and why.
+pub(crate) type Held = (u64, Vec<u8>, Vec<u8>);
+
+/// Its answer, by node name, and how many reports and holds are no text: those are left out.
+pub(crate) fn fleet((now_ms, birth_ms, said, held): Reported) -> (Fleet, u64) {
+    let n_said = said.len() + usize::from(held.is_some());
     let report = |(node, age_ms, body)| {
         let node = String::from_utf8(node).ok()?.into();
         Some(Report { node, body: String::from_utf8(body).ok()?, age: Duration::from_millis(age_ms) })
     };
     let mut reports: Vec<Report> = said.into_iter().filter_map(report).collect();
     reports.sort_by(|a, b| a.node.cmp(&b.node));
-    let n_skipped = n_said - reports.len();
-    (Fleet { reports, birth_ms, now_ms }, n_skipped as u64)
+    let hold = held.and_then(hold);
+    let n_skipped = n_said - reports.len() - usize::from(hold.is_some());
+    (Fleet { reports, hold, birth_ms, now_ms }, n_skipped as u64)
+}
+
+/// The hold, unless it is no text.
+pub(crate) fn hold((until_ms, by, reason): Held) -> Option<Hold> {
+    Some(Hold { until_ms, by: String::from_utf8(by).ok()?.into(), reason: String::from_utf8(reason).ok()? })
+}
+
+/// The call that begins a hold in this node's name, or ends what there is.
+pub(crate) fn hold_cmd(log: &str, node: &str, hold: Option<&(Duration, String)>) -> Cmd {
+    let mut cmd = call("tidegate_hold_1", log, node);
+    if let Some((time, reason)) = hold {
+        cmd.arg(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)).arg(reason);
+    }
+    cmd
 }
 
 /// The call that takes the own report away.

@@ -4,7 +4,7 @@
 //! `migrations/`, sessions and gaps by the hub.
 //!
 //! Connections of one node: one for the pub/sub link, one for publishing, one for revocation, one
-//! for control (beacons, schema), one for the fleet (reports, messages, claims), at most four for
+//! for control (beacons, schema), one for the fleet (reports, holds, messages, claims), at most four for
 //! reads. None of them waits for another's: a storm of claims or a long message delays no beacon,
 //! by which a link is judged, and no token's check.
 //!
@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use hub::backplane::{
-    Backplane, Claim, Claimed, Fleet, From as Since, FromLink, MAX_TELL_BYTES, Publish, Published, Read, ReadAsk,
+    Backplane, Claim, Claimed, Fleet, From as Since, FromLink, Hold, MAX_TELL_BYTES, Publish, Published, Read, ReadAsk,
     Revocation, RevocationKey, Unavailable,
 };
 use hub::channel::Channel;
@@ -369,6 +369,14 @@ impl Backplane for RedisBackplane {
         Box::pin(async move {
             let cmd = fleet::retire_cmd(&self.log, &self.node);
             self.bounded(|| self.fleet.call(&cmd, Again::Once)).await
+        })
+    }
+
+    fn hold(&self, hold: Option<(Duration, String)>) -> BoxFuture<'_, Result<Option<Hold>, Unavailable>> {
+        Box::pin(async move {
+            let cmd = fleet::hold_cmd(&self.log, &self.node, hold.as_ref());
+            let held: Option<fleet::Held> = self.bounded(|| self.fleet.call(&cmd, Again::Once)).await?;
+            Ok(held.and_then(fleet::hold))
         })
     }
 

@@ -1,5 +1,5 @@
 //! What stands in a pub/sub message. Decides which payloads are events, beacons, or words
-//! from node to node (revocations, messages, replaced sessions); everything else is `None` and counted by the caller, never an error: anybody may publish
+//! from node to node (revocations, messages, replaced sessions, a change of the fleet); everything else is `None` and counted by the caller, never an error: anybody may publish
 //! anything to a pub/sub channel, and one bad message must not end the link.
 
 use bytes::Bytes;
@@ -63,12 +63,15 @@ pub(crate) fn beacon(payload: &[u8]) -> Option<(EventId, &str)> {
 pub(crate) const TOLD: &str = "told ";
 
 /// From the control channel, or a node's own: `revoked <kind> <before> <value>`, `told <text>`,
-/// `replaced <session> <user>`. `Some(None)`: a word of a later version, which is not ours to
+/// `replaced <session> <user>`, `fleet`. `Some(None)`: a word of a later version, which is not ours to
 /// understand.
 pub(crate) fn control(payload: Vec<u8>) -> Option<Option<FromLink>> {
     let text = String::from_utf8(payload).ok()?;
     if let Some(told) = text.strip_prefix(TOLD) {
         return Some(Some(FromLink::Told(told.to_owned())));
+    }
+    if text == "fleet" {
+        return Some(Some(FromLink::FleetChanged));
     }
     match text.split_once(' ') {
         Some(("revoked", rest)) => revoked(rest).map(|revocation| Some(FromLink::Revoked(revocation))),
@@ -153,7 +156,7 @@ mod tests {
             panic!("a revocation")
         };
         assert_eq!(revoked, Revocation { key: RevocationKey::Sub("a b\nc".into()), before: 17 });
-        for later in [&b"hold 15"[..], b"", b" ", b"told", b"replaced", b"Told x"] {
+        for later in [&b"hold 15"[..], b"", b" ", b"told", b"replaced", b"Told x", b"fleet x", b"fleet "] {
             assert!(matches!(control(later.to_vec()), Some(None)), "{later:?}");
         }
         for bad in [&b"\xff"[..], b"told \xff", b"revoked xyz 1 a", b"revoked sub x a", b"revoked sub"] {
@@ -170,6 +173,11 @@ mod tests {
             };
             assert_eq!(told, text);
         }
+    }
+
+    #[test]
+    fn a_change_of_the_fleet_is_one_word() {
+        assert!(matches!(control(b"fleet".to_vec()), Some(Some(FromLink::FleetChanged))));
     }
 
     #[test]

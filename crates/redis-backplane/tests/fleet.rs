@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use common::{Node, PATIENCE, channel, config};
-use hub::backplane::{Backplane, Claim, Claimed, FromLink};
+use hub::backplane::{Backplane, Claim, Claimed, FromLink, Hold};
 use testkit::redis::RedisServer;
 use tidegate_redis_backplane::LinkStats;
 
@@ -47,14 +47,16 @@ async fn nothing_of_a_fleet_that_went_stays_behind() {
     let node = Node::up(&server, "t", "n").await;
     let left = |key: &str| server.cli(&["PTTL", key]).parse::<i64>().unwrap();
     node.plane.report("{}".into(), TTL).await.unwrap();
-    for key in ["t:fleet:idx", "t:fleet:n:n"] {
+    node.plane.hold(Some((Duration::from_secs(20), "x".to_owned()))).await.unwrap();
+    for key in ["t:fleet:idx", "t:fleet:n:n", "t:fleet:hold"] {
         assert!((1..=20_000).contains(&left(key)), "{key}");
     }
     node.claim("s", None, 1).await;
     assert!((590_000..=600_000).contains(&left("t:sessions:u")));
     node.plane.release(vec![("u".into(), "s".into())]).await.unwrap();
+    node.plane.hold(None).await.unwrap();
     node.plane.retire().await.unwrap();
-    assert_eq!(server.cli(&["EXISTS", "t:sessions:u", "t:fleet:idx", "t:fleet:n:n"]), "0");
+    assert_eq!(server.cli(&["EXISTS", "t:sessions:u", "t:fleet:idx", "t:fleet:n:n", "t:fleet:hold"]), "0");
     assert_eq!(server.cli(&["KEYS", "*sessions*"]), "");
 }
 
@@ -68,6 +70,8 @@ async fn libraries_that_went_are_loaded_again_by_every_call() {
         assert_eq!(node.claim("s1", Some(first), 2).await, Claimed { since: first, replaced: false });
         server.cli(&gone);
         node.plane.report("{}".into(), TTL).await.unwrap();
+        server.cli(&gone);
+        node.plane.hold(None).await.unwrap();
         server.cli(&gone);
         node.plane.release(vec![("u".into(), "s1".into())]).await.unwrap();
         server.cli(&gone);
@@ -115,13 +119,83 @@ async fn reports_that_are_no_text_are_counted_and_left_out() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn poison_where_the_hold_stands_is_none_and_no_report_suffers() {
+    let server = RedisServer::plain();
+    let node = Node::up(&server, "t", "n").await;
+    let now_ms = node.plane.report("{}".into(), TTL).await.unwrap().now_ms;
+    let (past, soon, far) = (now_ms, now_ms + 60_000, now_ms + 2 * 86_400_000);
+    let hold = async || {
+        let fleet = node.plane.report("{}".into(), TTL).await.unwrap();
+        assert_eq!(fleet.reports.len(), 1);
+        fleet.hold
+    };
+    server.cli(&["SET", "t:fleet:hold", &format!("{soon} m by hand")]);
+    let held = Hold { until_ms: soon, by: "m".into(), reason: "by hand".to_owned() };
+    assert_eq!(hold().await, Some(held));
+    let texts = [
+        "".to_owned(),
+        "15m".to_owned(),
+        format!("{soon}"),
+        format!("{soon} m"),
+        format!("{soon}  x"),
+        format!("-{soon} m x"),
+        format!("{soon}.5 m x"),
+        format!("{past} m what should have ended"),
+        format!("{far} m what never should have begun"),
+        format!("{}{soon} m x", "9".repeat(400)),
+        format!("{soon} m {}", "x".repeat(201)),
+        "x".repeat(100_000),
+    ];
+    for text in texts {
+        server.cli(&["SET", "t:fleet:hold", &text]);
+        assert_eq!(hold().await, None, "{text:.60}");
+    }
+    for other in [["LPUSH", "t:fleet:hold", "x"].as_slice(), &["HSET", "t:fleet:hold", "x", "y"]] {
+        server.cli(&["DEL", "t:fleet:hold"]);
+        server.cli(other);
+        assert_eq!(hold().await, None, "{other:?}");
+    }
+    assert_eq!(node.plane.stats().skipped.load(Ordering::Relaxed), 0);
+    let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
+    let no_text = [format!("{soon} m ").as_bytes(), b"\xff"].concat();
+    redis::cmd("SET").arg("t:fleet:hold").arg(no_text).exec_async(&mut connection).await.unwrap();
+    assert_eq!(hold().await, None);
+    assert_eq!(node.plane.stats().skipped.load(Ordering::Relaxed), 1);
+    let taken = node.plane.hold(Some((TTL, String::new()))).await.unwrap();
+    assert!(taken.is_some() && hold().await == taken, "whatever was there is replaced");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_no_hold_is_refused_and_changes_nothing() {
+    let server = RedisServer::plain();
+    let node = Node::up(&server, "t", "n").await;
+    let hold = node.plane.hold(Some((TTL, "x".to_owned()))).await.unwrap();
+    for args in [
+        &["n", "1000"][..],
+        &["n", "999", "x"],
+        &["n", "86400001", "x"],
+        &["n", "1000", "x", "y"],
+        &["n", "1s", "x"],
+        &["a b", "1000", "x"],
+        &["", "1000", "x"],
+        &[""],
+        &[],
+    ] {
+        let answer = server.cli(&[&["FCALL", "tidegate_hold_1", "1", "t:log"], args].concat());
+        assert!(answer.contains("BADARGS"), "{args:?}: {answer}");
+    }
+    assert!(server.cli(&["FCALL", "tidegate_hold_1", "1", "t", "n"]).contains("BADKEYS"));
+    assert_eq!(node.plane.report("{}".into(), TTL).await.unwrap().hold, hold);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn poison_from_node_to_node_is_counted_and_the_next_text_heard() {
     let server = RedisServer::plain();
     let mut node = Node::up(&server, "t", "n").await;
     let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
     let long = [b"told ".to_vec(), vec![b'x'; 2 << 20]].concat();
     let faults: [&[u8]; 6] = [b"told \xff", b"replaced ", b"replaced s", b"replaced  u", b"\x00\xfe", &long];
-    let later: [&[u8]; 4] = [b"told", b"", b"replaced", b"hold 15m x"];
+    let later: [&[u8]; 5] = [b"told", b"", b"replaced", b"hold 15m x", b"fleet x"];
     for name in ["t:ctl", "t:node:n"] {
         for payload in faults.iter().chain(&later) {
             redis::cmd("PUBLISH").arg(name).arg(payload).exec_async(&mut connection).await.unwrap();

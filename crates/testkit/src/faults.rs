@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use hub::backplane::{
-    Backplane, Claim, Claimed, Fleet, FromLink, Publish, Published, Read, ReadAsk, Revocation, RevocationKey,
+    Backplane, Claim, Claimed, Fleet, FromLink, Hold, Publish, Published, Read, ReadAsk, Revocation, RevocationKey,
     Unavailable,
 };
 use hub::channel::Channel;
@@ -27,6 +27,8 @@ pub enum Call {
     Report,
     /// `Backplane::retire`
     Retire,
+    /// `Backplane::hold`
+    Hold,
     /// `Backplane::tell`
     Tell,
     /// `Backplane::claim`
@@ -197,6 +199,10 @@ impl<B: Backplane + ?Sized> Backplane for Faulty<B> {
 
     fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
         Box::pin(self.through(Call::Retire, self.inner.retire()))
+    }
+
+    fn hold(&self, hold: Option<(Duration, String)>) -> BoxFuture<'_, Result<Option<Hold>, Unavailable>> {
+        Box::pin(self.through(Call::Hold, Backplane::hold(&*self.inner, hold)))
     }
 
     fn tell(&self, to: Option<Arc<str>>, text: String) -> BoxFuture<'_, Result<(), Unavailable>> {

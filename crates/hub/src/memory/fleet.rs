@@ -1,5 +1,5 @@
-//! What the nodes of an in-memory log say of themselves, and the places of users' sessions. Decides
-//! which report is too old and which session is one too many, by the same rules as the Redis
+//! What the nodes of an in-memory log say of themselves, the hold on them, and the places of users'
+//! sessions. Decides which report is too old and which session is one too many, by the same rules as the Redis
 //! schema. Plain data: `memory` holds the lock, knows which nodes are there, and tells them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::ms;
-use crate::backplane::{Claim, Claimed, Report};
+use crate::backplane::{Claim, Claimed, Hold, Report};
 
 /// How long a user's places are kept after the last claim.
 pub(super) const PLACES_TTL: Duration = Duration::from_secs(10 * 60);
@@ -18,6 +18,7 @@ const SWEEP_STEP: usize = 16;
 #[derive(Default)]
 pub(super) struct FleetState {
     reports: BTreeMap<Arc<str>, Written>,
+    hold: Option<Hold>,
     places: HashMap<Arc<str>, Places>,
     /// Every user with places by the ms at which they end.
     by_age: BTreeSet<(u64, Arc<str>)>,
@@ -71,6 +72,16 @@ impl FleetState {
     /// Takes `node`'s report away.
     pub(super) fn retire(&mut self, node: &str) {
         self.reports.remove(node);
+    }
+
+    /// Begins a hold, or takes away what there is.
+    pub(super) fn hold(&mut self, hold: Option<Hold>) {
+        self.hold = hold;
+    }
+
+    /// The hold in force now.
+    pub(super) fn held_by(&self, now_ms: u64) -> Option<Hold> {
+        self.hold.clone().filter(|hold| now_ms < hold.until_ms)
     }
 
     /// Gives places to sessions of one node, in this order. `is_there` knows the others' lives.

@@ -188,6 +188,17 @@ async fn a_report_lives_its_own_time_and_the_askers_and_not_a_millisecond_more()
     assert_eq!(log.lock().fleet.held().0, 1);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_hold_ends_with_its_time_and_not_a_millisecond_before() {
+    let log = log_of(CONFIG);
+    let (a, b) = (log.node("a"), log.node("b"));
+    let hold = a.hold(Some((HOUR, "deploy".to_owned()))).await.unwrap();
+    tokio::time::advance(HOUR - Duration::from_millis(1)).await;
+    assert_eq!(b.report(String::new(), HOUR).await.unwrap().hold, hold);
+    tokio::time::advance(Duration::from_millis(1)).await;
+    assert_eq!(b.report(String::new(), HOUR).await.unwrap().hold, None);
+}
+
 fn claims(user: &str, sessions: &[&str]) -> Vec<Claim> {
     sessions.iter().map(|s| Claim { user: user.into(), session: (*s).into(), since: None }).collect()
 }
@@ -319,7 +330,7 @@ async fn an_unreachable_node_answers_unavailable_and_still_listens() {
     assert!(a.read(ask(&[])).await.is_err());
     assert!(a.revocations(vec![]).await.is_err());
     assert!(a.report(String::new(), HOUR).await.is_err() && a.retire().await.is_err());
-    assert!(a.tell(None, String::new()).await.is_err());
+    assert!(a.tell(None, String::new()).await.is_err() && a.hold(None).await.is_err());
     assert!(a.claim(claims("u", &["s"]), 1).await.is_err() && a.release(vec![]).await.is_err());
     let id = publish(&b, "c").await;
     assert!(matches!(next(&mut link).await, FromLink::Up(_)));

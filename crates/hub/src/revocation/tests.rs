@@ -6,7 +6,7 @@ use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 
 use super::*;
-use crate::backplane::{Claim, Claimed, Fleet, FromLink, Publish, Published, Read, ReadAsk};
+use crate::backplane::{Claim, Claimed, Fleet, FromLink, Hold, Publish, Published, Read, ReadAsk};
 use crate::channel::{Channel, Grants};
 
 const DEADLINE: Duration = Duration::from_secs(1);
@@ -106,6 +106,9 @@ impl Backplane for Fake {
         unreachable!()
     }
     fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
+        unreachable!()
+    }
+    fn hold(&self, _: Option<(Duration, String)>) -> BoxFuture<'_, Result<Option<Hold>, Unavailable>> {
         unreachable!()
     }
     fn tell(&self, _: Option<Arc<str>>, _: String) -> BoxFuture<'_, Result<(), Unavailable>> {

@@ -1,11 +1,13 @@
-//! The contract's third about the fleet: who is there, what one node says to another, and which of a
+//! The contract's third about the fleet: who is there, who holds it, what one node says to another, and which of a
 //! user's sessions is one too many.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use hub::backplane::{Claim, Claimed, Fleet as Known, FromLink, MAX_TELL_BYTES, Report};
+use hub::backplane::{
+    Claim, Claimed, Fleet as Known, FromLink, HOLD_TIMES, Hold, MAX_REASON_BYTES, MAX_TELL_BYTES, Report,
+};
 
 use super::{Bench, Check, Fleet, Hearing, Setup, a_little, channel, checks};
 
@@ -13,6 +15,10 @@ pub(super) const CHECKS: &[Check] = checks![
     what_nodes_report_is_known_to_all_until_they_retire,
     a_report_ages_by_the_backplanes_clock_and_ends_with_its_time,
     the_birth_of_the_log_is_told_and_stays_until_a_flush,
+    a_hold_is_known_to_all_and_every_node_is_told_when_it_begins_and_is_taken_away,
+    a_hold_ends_with_its_time,
+    a_hold_has_a_shortest_and_a_longest_time_and_a_longest_reason,
+    a_flush_takes_the_hold_away,
     a_text_reaches_one_node_or_all_byte_for_byte,
     a_text_has_a_greatest_length,
     the_newest_sessions_keep_their_places_and_the_oldest_is_replaced,
@@ -36,6 +42,27 @@ impl Hearing {
         let own = known.reports.iter().find(|r| *r.node == *self.name).expect("one's own report is among them");
         assert_eq!((own.body.as_str(), own.age), (body, Duration::ZERO));
         known
+    }
+
+    async fn hold(&self, time: Duration, reason: &str) -> Hold {
+        let held = self.node.hold(Some((time, reason.to_owned()))).await;
+        let hold = held.unwrap_or_else(|e| panic!("node {}: {e}", self.name)).expect("it holds from now on");
+        assert_eq!((&*hold.by, hold.reason.as_str()), (self.name, reason));
+        hold
+    }
+
+    async fn end_hold(&self) {
+        assert_eq!(self.node.hold(None).await.unwrap_or_else(|e| panic!("node {}: {e}", self.name)), None);
+    }
+
+    async fn until_fleet_changed(&mut self) {
+        loop {
+            match self.next().await {
+                FromLink::FleetChanged => return,
+                FromLink::Beacon(_) => {}
+                other => panic!("node {}: {other:?} instead of a change of the fleet", self.name),
+            }
+        }
     }
 
     async fn tell(&self, to: Option<&str>, text: &str) {
@@ -156,6 +183,68 @@ async fn the_birth_of_the_log_is_told_and_stays_until_a_flush(bench: &dyn Bench)
     assert!(last.ms <= known.birth_ms && known.birth_ms <= again.ms, "the log is another one");
     assert!(known.now_ms >= known.birth_ms);
     assert_eq!(known.reports.len(), 1, "reports are forgotten too");
+}
+
+async fn a_hold_is_known_to_all_and_every_node_is_told_when_it_begins_and_is_taken_away(bench: &dyn Bench) {
+    let Fleet { mut a, mut b, .. } = Fleet::open(bench, Setup::USUAL).await;
+    assert_eq!(a.report("{}", TTL).await.hold, None);
+    let reasons = ["deploy", "", " two  words\n", "ü\u{0}%s 15", &"x".repeat(MAX_REASON_BYTES)];
+    for (i, reason) in reasons.into_iter().enumerate() {
+        let time = Duration::from_secs(60 + i as u64);
+        let before_ms = a.report("{}", TTL).await.now_ms;
+        let hold = [&a, &b][i % 2].hold(time, reason).await;
+        for node in [&mut a, &mut b] {
+            node.until_fleet_changed().await;
+            let known = node.report("{}", TTL).await;
+            assert_eq!(known.hold.as_ref(), Some(&hold), "the newest is the one");
+            let ms = |at_ms: u64| at_ms + u64::try_from(time.as_millis()).expect("a minute");
+            assert!((ms(before_ms)..=ms(known.now_ms)).contains(&hold.until_ms), "by the backplane's clock: {hold:?}");
+        }
+    }
+    for _ in 0..2 {
+        b.end_hold().await;
+        for node in [&mut a, &mut b] {
+            node.until_fleet_changed().await;
+            assert_eq!(node.report("{}", TTL).await.hold, None, "again is no harm");
+        }
+    }
+}
+
+async fn a_hold_ends_with_its_time(bench: &dyn Bench) {
+    let Fleet { a, b, .. } = &Fleet::open(bench, Setup::USUAL).await;
+    let hold = a.hold(*HOLD_TIMES.start(), "x").await;
+    a.node.retire().await.expect("it can be reached");
+    loop {
+        let known = b.report("{}", TTL).await;
+        assert_eq!(known.hold, (known.now_ms < hold.until_ms).then(|| hold.clone()), "it outlives who took it");
+        if known.hold.is_none() {
+            break;
+        }
+        a_little().await;
+    }
+}
+
+async fn a_hold_has_a_shortest_and_a_longest_time_and_a_longest_reason(bench: &dyn Bench) {
+    let Fleet { a, b, .. } = &Fleet::open(bench, Setup::USUAL).await;
+    let (ms, longest) = (Duration::from_millis(1), "x".repeat(MAX_REASON_BYTES));
+    let (low, high) = (*HOLD_TIMES.start(), *HOLD_TIMES.end());
+    a.hold(low, &longest).await;
+    let hold = a.hold(high, &longest).await;
+    let odd =
+        [(low - ms, ""), (high + ms, ""), (Duration::ZERO, ""), (Duration::MAX, ""), (low, &format!("{longest}x"))];
+    for (time, reason) in odd {
+        b.node.hold(Some((time, reason.to_owned()))).await.expect_err("no hold");
+    }
+    assert_eq!(b.report("{}", TTL).await.hold, Some(hold), "nothing was changed");
+}
+
+async fn a_flush_takes_the_hold_away(bench: &dyn Bench) {
+    let Fleet { a, b, flush, .. } = &Fleet::open(bench, Setup::USUAL).await;
+    a.hold(Duration::from_secs(60), "x").await;
+    flush().await;
+    assert_eq!(b.report("{}", TTL).await.hold, None);
+    let hold = b.hold(Duration::from_secs(60), "x").await;
+    assert_eq!(a.report("{}", TTL).await.hold, Some(hold));
 }
 
 async fn a_text_reaches_one_node_or_all_byte_for_byte(bench: &dyn Bench) {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use hub::backplane::{
-    Backplane, Claim, Claimed, Fleet, FromLink, Publish, Published, Read, ReadAsk, Revocation, RevocationKey,
+    Backplane, Claim, Claimed, Fleet, FromLink, Hold, Publish, Published, Read, ReadAsk, Revocation, RevocationKey,
     Unavailable,
 };
 use hub::channel::Channel;
@@ -144,6 +144,10 @@ impl<B: Backplane + ?Sized> Backplane for Line<B> {
 
     fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
         self.inner.retire()
+    }
+
+    fn hold(&self, hold: Option<(Duration, String)>) -> BoxFuture<'_, Result<Option<Hold>, Unavailable>> {
+        Backplane::hold(&*self.inner, hold)
     }
 
     fn tell(&self, to: Option<Arc<str>>, text: String) -> BoxFuture<'_, Result<(), Unavailable>> {
