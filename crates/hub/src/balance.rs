@@ -1,0 +1,383 @@
+//! How many sessions this node should move to emptier nodes in this second, and why none. A pure
+//! state machine: it is shown the fleet once a second and answers with orders; it has no clock, no
+//! task and no socket, and closes nobody itself. Whoever asks decides what orders mean
+//! (`GATEWAY_SHED=dry-run` counts them, `off` does not ask), picks the sessions with `pick` and
+//! lets them depart within the second.
+//!
+//! Every node decides for itself alone, from the same reports by the same rules, so that together
+//! they keep to one budget. In walking order: `plan` (who holds how much of what, and what may be
+//! moved a second?) → `calm` (may that be believed now?) → here (is it worth moving anybody, and
+//! how many of them are mine?) → `effect` (does it help?).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::clock::Dice;
+use crate::handle::Phase;
+pub use crate::telemetry::ShedSuspension;
+
+mod calm;
+mod effect;
+pub mod pick;
+mod plan;
+
+pub use plan::{Bound, Budget, Place, Plan, Role};
+
+use calm::Calm;
+use effect::Effect;
+
+/// An imbalance must show in so many different readings of the fleet before anybody is moved.
+const READINGS: u32 = 2;
+
+/// A node that was below its target so lately moves nobody: what it would move may be what was
+/// just moved to it.
+const BELOW_LATELY: Duration = Duration::from_secs(120);
+
+/// A node so far below its target keeps its sessions longer, if the fleet is uneven.
+const BELOW: f64 = 0.95;
+/// From this coefficient of variation on the fleet is uneven.
+const UNEVEN: f64 = 0.1;
+
+/// No more than this is made up for when ticks came late.
+const LATE_AT_MOST: Duration = Duration::from_secs(2);
+
+/// What the balancing obeys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BalanceConfig {
+    /// `GATEWAY_SHED_TOLERANCE`: a node this far from its target, in either direction, starts the
+    /// moving (0.05 = 5 %). Once started it goes on almost to the target itself: a band at whose
+    /// edge it stopped would leave full nodes at its upper edge and new ones far below the lower.
+    pub tolerance: f64,
+    /// `GATEWAY_SHED_FRACTION`: at most this part of this node's sessions in an interval.
+    pub fraction: f64,
+    /// `GATEWAY_SHED_INTERVAL`.
+    pub interval: Duration,
+    /// `GATEWAY_FLEET_REPORT`: reports older than three of these are stale.
+    pub report_every: Duration,
+}
+
+impl BalanceConfig {
+    /// Up to this age a report is believed.
+    fn fresh(&self) -> Duration {
+        3 * self.report_every
+    }
+
+    /// Sessions that a node of `n` may move in an interval. One at least, or a small node could
+    /// never be moved from.
+    fn own_cap(&self, n: usize) -> usize {
+        ((self.fraction * n as f64) as usize).max(1)
+    }
+}
+
+/// The fleet as this node has read it last.
+#[derive(Clone, Debug, Default)]
+pub struct View {
+    /// All reports that have not expired, this node's own among them as it was last sent.
+    pub nodes: Vec<Seen>,
+    /// Reports that are there and that this version cannot read.
+    pub n_unreadable: usize,
+    /// When the reports were read last with success. A new instant is a new reading.
+    pub read_at: Option<Instant>,
+    /// Since when the backplane fails: the last report or reading did, or a link is known to be
+    /// down. `None`: all is well.
+    pub failing_since: Option<Instant>,
+    /// An operator holds the fleet as it is.
+    pub is_held: bool,
+}
+
+/// One node's report. Ages count to now, not to the reading.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    /// Its name.
+    pub node: Arc<str>,
+    /// Drawn at its start: the same name with another one is another node.
+    pub boot: Arc<str>,
+    /// The version that runs on it.
+    pub version: Arc<str>,
+    /// `None`: a word that this version does not know.
+    pub phase: Option<Phase>,
+    /// How old the report is.
+    pub age: Duration,
+    /// Its sessions.
+    pub n_sessions: usize,
+    /// Sessions that it has room for: its weight.
+    pub capacity: usize,
+    /// Sessions a second that it takes in.
+    pub accept_rate: f64,
+    /// For how long its readiness probe has answered yes without a break; `None`: it says no.
+    pub ready_for: Option<Duration>,
+    /// Its runtime is late: it should not get more to do.
+    pub is_lagging: bool,
+    /// What it closed in the 5 s before the report.
+    pub moved: Moved,
+    /// Sessions that it opened in the 5 s before the report.
+    pub n_opened: usize,
+    /// Attempts that it refused for want of room or of rate in the 5 s before the report. Bad
+    /// tokens and noisy addresses are not among them: those say nothing about moved clients.
+    pub n_refused: usize,
+}
+
+/// Sessions closed in 5 s whose clients are expected back elsewhere.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// To even out the fleet.
+    pub shed: usize,
+    /// At the end of their age.
+    pub recycled: usize,
+    /// Because the node leaves.
+    pub drained: usize,
+}
+
+impl Moved {
+    fn all(self) -> usize {
+        self.shed + self.recycled + self.drained
+    }
+}
+
+/// What this node knows of itself without asking anybody.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Own {
+    /// Its sessions now.
+    pub n_sessions: usize,
+    /// Sessions it closed because of orders, since its start. (In a dry run: none.)
+    pub n_shed: u64,
+}
+
+/// How it stands with the moving of sessions.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// The fleet is even enough.
+    Idle,
+    /// It is not, but this node has nothing to give, or nobody to give to.
+    Armed,
+    /// This node moves sessions.
+    Shedding,
+    /// Nobody is moved, for these reasons (in the order of `ShedSuspension::ALL`).
+    Suspended(Vec<ShedSuspension>),
+}
+
+impl State {
+    /// The word in `/v1/fleet`.
+    pub fn word(&self) -> &'static str {
+        match self {
+            State::Idle => "idle",
+            State::Armed => "armed",
+            State::Shedding => "shedding",
+            State::Suspended(_) => "suspended",
+        }
+    }
+
+    /// For `gateway_shed_suspended`: empty unless suspended.
+    pub fn reasons(&self) -> &[ShedSuspension] {
+        match self {
+            State::Suspended(reasons) => reasons,
+            _ => &[],
+        }
+    }
+}
+
+/// What becomes of a session whose age is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recycling {
+    /// It leaves.
+    AsDrawn,
+    /// It is given a quarter of its age more, once: this node has too few sessions as it is, and
+    /// whoever leaves it may end on a fuller one.
+    Extend,
+}
+
+/// Something an operator should look at; log it once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Warning {
+    /// Several versions have been running for a day: a stuck deploy. Sessions are moved again.
+    MixedVersions,
+}
+
+/// What to do in this second, and all there is to say about it.
+#[derive(Clone, Debug)]
+pub struct Orders {
+    /// Sessions that should leave within this second, spread over it. Within every budget.
+    pub n_to_shed: usize,
+    /// Log a line when it changes.
+    pub state: State,
+    /// Targets, deviations and the budget.
+    pub plan: Plan,
+    /// For sessions whose age ends now.
+    pub recycling: Recycling,
+    /// Sessions are being moved, here or elsewhere: report and read the fleet every second until
+    /// this is over, so that nobody goes by counts that moving has made old, and an outage of the
+    /// backplane stops it within a second more.
+    pub is_eventful: bool,
+    /// To be logged when it appears.
+    pub warning: Option<Warning>,
+}
+
+/// Decides for one node.
+pub struct Balancer {
+    config: BalanceConfig,
+    node: Arc<str>,
+    dice: Dice,
+    calm: Calm,
+    effect: Effect,
+    trigger: Trigger,
+    /// Too much is to be given away; holds until nearly all of it is gone.
+    is_moving: bool,
+    /// Sessions to move that have not become a whole one yet.
+    owed: f64,
+    ticked_at: Option<Instant>,
+    /// Ordered within the last interval.
+    ordered: VecDeque<(Instant, usize)>,
+    below_at: Option<Instant>,
+}
+
+impl Balancer {
+    /// For the node of this name, which knows nothing yet.
+    pub fn new(config: BalanceConfig, node: Arc<str>, dice: Dice) -> Self {
+        let (calm, effect) = (Calm::new(dice.clone()), Effect::new(dice.clone()));
+        Self {
+            config,
+            node,
+            dice,
+            calm,
+            effect,
+            trigger: Trigger::default(),
+            is_moving: false,
+            owed: 0.0,
+            ticked_at: None,
+            ordered: VecDeque::new(),
+            below_at: None,
+        }
+    }
+
+    /// To be called once a second, also while nothing should move: what it sees in quiet times is
+    /// what it judges by.
+    pub fn tick(&mut self, now: Instant, view: &View, own: &Own) -> Orders {
+        let dt = self.ticked_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at)).min(LATE_AT_MOST);
+        self.ticked_at = Some(now);
+        let plan = Plan::of(view, &self.node, &self.config);
+        let calm = self.calm.judge(now, dt, view, &self.node, own, &self.config);
+        if calm.has_changed {
+            self.below_at = None;
+        }
+        if own_place(&plan, &self.node).is_some_and(|place| (own.n_sessions as f64) < place.target) {
+            self.below_at = Some(now);
+        }
+        let mut reasons = calm.reasons;
+        self.effect.observe(now, dt, &plan, own, calm.has_changed);
+        if self.effect.is_idle_until(now) {
+            reasons.push(ShedSuspension::Ineffective);
+        }
+        let is_blind = reasons.iter().any(|r| matches!(r, ShedSuspension::Backplane | ShedSuspension::Stale));
+        if is_blind {
+            self.trigger = Trigger::default();
+        } else {
+            self.trigger.look(view.read_at, plan.is_uneven());
+        }
+        let (state, n_to_shed) = self.decide(now, dt, &plan, own, reasons);
+        let recycling = if is_blind { Recycling::AsDrawn } else { recycling(&plan, &self.node, own) };
+        let is_eventful = state == State::Shedding || plan.shed_rate > 0.0;
+        Orders { n_to_shed, state, plan, recycling, is_eventful, warning: calm.warning }
+    }
+
+    fn decide(
+        &mut self,
+        now: Instant,
+        dt: Duration,
+        plan: &Plan,
+        own: &Own,
+        reasons: Vec<ShedSuspension>,
+    ) -> (State, usize) {
+        let may_give = self.may_give(now, plan, own);
+        if !reasons.is_empty() || may_give == 0 {
+            self.rest();
+            let state = match (reasons.is_empty(), self.trigger.is_on()) {
+                (false, _) => State::Suspended(reasons),
+                (true, true) => State::Armed,
+                (true, false) => State::Idle,
+            };
+            return (state, 0);
+        }
+        if !self.is_moving {
+            if !self.trigger.is_on() {
+                return (State::Idle, 0);
+            }
+            self.is_moving = true;
+            // Drawn: else all donors' first sessions would leave in the same second.
+            self.owed = self.dice.unit();
+        }
+        let cap = self.config.own_cap(own.n_sessions) as f64 / self.config.interval.as_secs_f64();
+        let per_second = plan.own_per_second.min(cap);
+        self.owed = (self.owed + per_second * dt.as_secs_f64()).min(per_second * LATE_AT_MOST.as_secs_f64() + 1.0);
+        let n = (self.owed as usize).min(may_give).min(self.left_in_interval(now, own));
+        self.owed -= n as f64;
+        if n > 0 {
+            self.ordered.push_back((now, n));
+        }
+        (State::Shedding, n)
+    }
+
+    fn rest(&mut self) {
+        self.is_moving = false;
+        self.owed = 0.0;
+    }
+
+    /// What this node holds beyond where it should stop; 0: it should not move anybody.
+    fn may_give(&self, now: Instant, plan: &Plan, own: &Own) -> usize {
+        let Some(place) = own_place(plan, &self.node) else { return 0 };
+        let was_below = self.below_at.is_some_and(|at| now.saturating_duration_since(at) < BELOW_LATELY);
+        if was_below || !plan.has_recipient() || plan.n_live() < 2 {
+            return 0;
+        }
+        (own.n_sessions as f64 - place.target * (1.0 + plan.stop)).max(0.0) as usize
+    }
+
+    fn left_in_interval(&mut self, now: Instant, own: &Own) -> usize {
+        while self.ordered.front().is_some_and(|(at, _)| now.saturating_duration_since(*at) >= self.config.interval) {
+            self.ordered.pop_front();
+        }
+        let used: usize = self.ordered.iter().map(|(_, n)| n).sum();
+        self.config.own_cap(own.n_sessions).saturating_sub(used)
+    }
+}
+
+impl std::fmt::Debug for Balancer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Balancer").field("node", &self.node).field("is_moving", &self.is_moving).finish_non_exhaustive()
+    }
+}
+
+/// Counts readings in a row that show an uneven fleet.
+#[derive(Debug, Default)]
+struct Trigger {
+    n_readings: u32,
+    seen: Option<Instant>,
+}
+
+impl Trigger {
+    fn look(&mut self, read_at: Option<Instant>, is_uneven: bool) {
+        if read_at == self.seen {
+            return;
+        }
+        self.seen = read_at;
+        self.n_readings = if is_uneven { self.n_readings.saturating_add(1) } else { 0 };
+    }
+
+    fn is_on(&self) -> bool {
+        self.n_readings >= READINGS
+    }
+}
+
+fn own_place<'a>(plan: &'a Plan, node: &str) -> Option<&'a Place> {
+    plan.places.iter().find(|place| &*place.node == node && place.role != Role::Away)
+}
+
+fn recycling(plan: &Plan, node: &str, own: &Own) -> Recycling {
+    let is_low = own_place(plan, node).is_some_and(|place| (own.n_sessions as f64) < BELOW * place.target);
+    if is_low && plan.cv > UNEVEN { Recycling::Extend } else { Recycling::AsDrawn }
+}
+
+#[cfg(test)]
+mod tests;
