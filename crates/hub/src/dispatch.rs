@@ -100,7 +100,7 @@ impl Dispatcher {
             FromLink::Revoked(revocation) => self.hub.revoked(&revocation),
             FromLink::Told(text) => self.hub.rolls.told(text),
             FromLink::Replaced { user, session } => self.hub.replaced(&user, &session),
-            FromLink::FleetChanged => {}
+            FromLink::FleetChanged => self.hub.fleet_changed(),
         }
     }
 
@@ -166,6 +166,7 @@ impl Dispatcher {
     }
 
     fn lost(&mut self) {
+        self.hub.fleet.erred();
         self.repair = None;
         self.hold = Vec::new();
         self.redo = false;

@@ -1,23 +1,35 @@
-//! What the nodes of a fleet know of each other. Decides what a node says of itself and when, and
-//! what the fleet's figures are; whether anybody is to move because of them is decided elsewhere.
+//! What the nodes of a fleet know of each other. Decides what a node says of itself and when
+//! (`said`, `recent`), and what the fleet's figures are; whether anybody is to move because of them
+//! is decided by `balance`.
 //!
 //! Reports travel through the backplane and are seconds old: nothing on a client's path waits for
 //! them, and with no backplane a node soon knows of nobody but itself. A report that has expired is
 //! not counted as an empty node, it is not counted.
 
 use std::num::NonZeroU32;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
-use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
-use crate::backplane::{Report, Unavailable};
+use self::recent::Recent;
+use self::said::{FORM, Said};
+use crate::backplane::{Hold, Report, Unavailable};
+use crate::balance::View;
 use crate::clock::{Clock, Dice};
+use crate::close::CloseReason;
 use crate::cursor::Since;
 use crate::hub::{Hub, Phase};
+use crate::refusal::RefusalCode;
 use crate::telemetry::FleetFigures;
+
+mod recent;
+mod said;
+
+pub(crate) use recent::Counts;
 
 /// Reports come within this part of their interval, more or less, so that a fleet that was started
 /// together does not write together.
@@ -26,9 +38,15 @@ const SPREAD: f64 = 0.2;
 /// A report that failed is repeated after about so long.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Form of the reports. Fields are only ever added to it; a higher number means that this version
-/// cannot read them.
-const FORM: u32 = 1;
+/// While this node moves sessions it reports and reads so often, so that all know what has moved,
+/// and an outage of the backplane stops it within one more second.
+const HURRIED: (Duration, Duration) = (Duration::from_millis(800), Duration::from_secs(1));
+
+/// An error is remembered for so long, even if all is well again: whoever looks once a second sees it.
+const ERRED_LATELY: Duration = Duration::from_secs(2);
+
+/// At the reading a report was so many intervals old at most, or it says nothing about now.
+const FRESH: u32 = 3;
 
 /// A cursor may be ahead of this node's time by so much, for clocks differ.
 const SKEW: Duration = Duration::from_secs(60);
@@ -61,6 +79,43 @@ pub struct FleetView {
     pub nodes: Vec<NodeView>,
     /// Over all of them.
     pub figures: FleetFigures,
+    /// How it stands with the moving of sessions from this node.
+    pub shed: ShedView,
+    /// Somebody wants the fleet to stay as it is, until a time of the backplane's clock.
+    pub hold: Option<Hold>,
+}
+
+/// How it stands with the moving of this node's sessions to emptier nodes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ShedView {
+    /// `on`, `off`, `dry-run`.
+    pub mode: &'static str,
+    /// `off`, `idle`, `armed`, `shedding`, `suspended`.
+    pub state: &'static str,
+    /// Why it is suspended: the labels of `gateway_shed_suspended`.
+    pub suspended: Vec<&'static str>,
+    /// Sessions a second that all nodes together may move; 0 where it is off.
+    pub budget: f64,
+    /// What bounds the budget: `recipients`, `fleet`, `donors`, `room`; `none` where it is off.
+    pub bound: &'static str,
+    /// Sessions moved from this node since its start; in a dry run: that would have been.
+    pub shed_total: u64,
+}
+
+impl Default for ShedView {
+    /// Nothing is moved.
+    fn default() -> Self {
+        Self { mode: "off", state: "off", suspended: Vec::new(), budget: 0.0, bound: "none", shed_total: 0 }
+    }
+}
+
+/// How well this node is, as its readiness sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fitness {
+    /// `/readyz` answers yes.
+    pub is_ready: bool,
+    /// The runtime is late: no more should be given to it, even if it is ready.
+    pub is_lagging: bool,
 }
 
 /// One node of it.
@@ -84,29 +139,25 @@ pub struct NodeView {
     pub age: Duration,
 }
 
-/// What a node says of itself. Others may be of another version: what is not known is left out.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct Said {
-    /// `FORM`.
-    v: u32,
-    sessions: usize,
-    capacity: usize,
-    phase: String,
-    version: String,
-    /// Drawn at the start: a restarted node of the same name begins anew.
-    boot: String,
-    /// Unix seconds.
-    started_at: u64,
-    /// Sessions a second that it takes in.
-    accept_rate: f64,
-}
-
 /// What the backplane said last.
 pub(crate) struct Snapshot {
     /// Without this node's own.
     others: Vec<(Report, Option<Said>)>,
+    /// As it was sent.
+    own: Said,
+    hold: Option<Hold>,
     birth_ms: u64,
+    /// The backplane's clock at the reading.
+    now_ms: u64,
     read_at: Instant,
+}
+
+impl Snapshot {
+    /// The hold, while it lasts.
+    fn hold(&self) -> Option<&Hold> {
+        let now_ms = self.now_ms.saturating_add(u64::try_from(self.read_at.elapsed().as_millis()).unwrap_or(u64::MAX));
+        self.hold.as_ref().filter(|hold| hold.until_ms > now_ms)
+    }
 }
 
 /// What this node knows of its fleet.
@@ -115,12 +166,36 @@ pub(crate) struct Fleet {
     boot: String,
     started_at: u64,
     snapshot: ArcSwapOption<Snapshot>,
+    recent: Recent,
+    health: Mutex<Health>,
+    /// Somebody wants the report, or the reading, now.
+    nudge: Notify,
+    is_hurried: AtomicBool,
+}
+
+/// How this node is, and how the backplane is to it.
+#[derive(Default)]
+struct Health {
+    /// `None` until somebody says: then the phase alone counts.
+    fitness: Option<Fitness>,
+    ready_since: Option<Instant>,
+    /// Reporting has failed since then.
+    failing_since: Option<Instant>,
+    erred_at: Option<Instant>,
 }
 
 impl Fleet {
     pub fn new(config: FleetConfig, clock: &Clock, dice: &Dice) -> Self {
-        let boot = format!("{:016x}", dice.bits());
-        Self { config, boot, started_at: clock.unix().as_secs(), snapshot: ArcSwapOption::empty() }
+        Self {
+            config,
+            boot: format!("{:016x}", dice.bits()),
+            started_at: clock.unix().as_secs(),
+            snapshot: ArcSwapOption::empty(),
+            recent: Recent::default(),
+            health: Mutex::default(),
+            nudge: Notify::new(),
+            is_hurried: AtomicBool::new(false),
+        }
     }
 
     /// All other nodes that were there when the backplane was last asked; `None`: it never answered.
@@ -128,6 +203,89 @@ impl Fleet {
         let snapshot = self.snapshot.load_full()?;
         Some(snapshot.others.iter().map(|(report, _)| report.node.clone()).collect())
     }
+
+    /// What those of the others accept a second, together, that were ready when the fleet was last
+    /// read, and how many of the others are leaving. From memory, and also while the backplane is
+    /// away: an old word about the others is better than none.
+    pub fn takers(&self) -> (f64, usize) {
+        let Some(snapshot) = self.snapshot.load_full() else { return (0.0, 0) };
+        let fresh = snapshot
+            .others
+            .iter()
+            .filter(|(report, _)| report.age <= FRESH * self.config.report_every)
+            .filter_map(|(_, said)| said.as_ref());
+        let (mut accepted, mut n_leaving) = (0.0, 0);
+        for said in fresh {
+            match said.phase() {
+                Some(Phase::Serving) if said.ready_ms.is_some() && said.accept_rate.is_finite() => {
+                    accepted += said.accept_rate.max(0.0);
+                }
+                Some(Phase::Draining) => n_leaving += 1,
+                _ => {}
+            }
+        }
+        (accepted, n_leaving)
+    }
+
+    /// Is a node of the fleet leaving, as far as is known?
+    pub fn is_peer_leaving(&self) -> bool {
+        let snapshot = self.snapshot.load();
+        let Some(snapshot) = snapshot.as_ref() else { return false };
+        let since = snapshot.read_at.elapsed();
+        snapshot.others.iter().any(|(report, said)| {
+            let is_fresh = report.age + since <= FRESH * self.config.report_every;
+            is_fresh && said.as_ref().is_some_and(|said| said.phase() == Some(Phase::Draining))
+        })
+    }
+
+    /// Does somebody want the fleet to stay as it is?
+    pub fn is_held(&self) -> bool {
+        self.snapshot.load().as_ref().is_some_and(|snapshot| snapshot.hold().is_some())
+    }
+
+    /// The backplane failed just now, or the link to it did.
+    pub fn erred(&self) {
+        self.health().erred_at = Some(Instant::now());
+    }
+
+    /// Since when the backplane fails; an error that passed is remembered for a moment.
+    pub fn failing_since(&self) -> Option<Instant> {
+        let health = self.health();
+        let lately = health.erred_at.filter(|at| at.elapsed() < ERRED_LATELY);
+        health.failing_since.or(lately)
+    }
+
+    /// Whether to report and read every second rather than at the usual pace.
+    pub fn hurry(&self, pace: Pace) {
+        let is_hurried = pace == Pace::Hurried;
+        if self.is_hurried.swap(is_hurried, Ordering::Relaxed) != is_hurried && is_hurried {
+            self.nudge.notify_one();
+        }
+    }
+
+    /// The counters as they are now, once a second.
+    pub fn look(&self, now: Instant, counts: Counts) {
+        self.recent.look(now, counts);
+    }
+
+    fn health(&self) -> MutexGuard<'_, Health> {
+        self.health.lock().expect("no panic while the health is held")
+    }
+
+    fn pause(&self, dice: &Dice, is_well: bool) -> Duration {
+        let every = if is_well { self.config.report_every } else { self.config.report_every.min(RETRY) };
+        let usual = dice.between(every.mul_f64(1.0 - SPREAD), every.mul_f64(1.0 + SPREAD));
+        if self.is_hurried.load(Ordering::Relaxed) { usual.min(dice.between(HURRIED.0, HURRIED.1)) } else { usual }
+    }
+}
+
+/// How often this node reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pace {
+    /// Every `GATEWAY_FLEET_REPORT`.
+    Usual,
+    /// Every second.
+    Hurried,
 }
 
 /// Reports until the hub stops, then takes this node out of the fleet. A drain is told at once.
@@ -135,17 +293,16 @@ pub(crate) async fn run(hub: Arc<Hub>) {
     let mut phases = hub.phases();
     while !hub.stop.is_cancelled() {
         phases.mark_unchanged();
-        let mut every = hub.fleet.config.report_every;
-        if let Err(error) = refresh(&hub).await {
+        let refreshed = refresh(&hub).await;
+        if let Err(error) = &refreshed {
             tracing::debug!(%error, "this node could not report");
-            every = every.min(RETRY);
         }
         hub.metrics.fleet(hub.fleet().figures);
-        let pause = hub.dice.between(every.mul_f64(1.0 - SPREAD), every.mul_f64(1.0 + SPREAD));
         tokio::select! {
             () = hub.stop.cancelled() => {}
             _ = phases.changed() => {}
-            () = sleep(pause) => {}
+            () = hub.fleet.nudge.notified() => {}
+            () = sleep(hub.fleet.pause(&hub.dice, refreshed.is_ok())) => {}
         }
     }
     if let Err(error) = hub.backplane.retire().await {
@@ -159,22 +316,43 @@ pub(crate) async fn run(hub: Arc<Hub>) {
 /// `Unavailable`: what was known stays.
 pub(crate) async fn refresh(hub: &Hub) -> Result<(), Unavailable> {
     let fleet = &hub.fleet;
-    let body = serde_json::to_string(&said(hub)).expect("numbers and words always become JSON");
-    let known = hub.backplane.report(body, fleet.config.ttl).await?;
+    let own = said(hub);
+    let body = serde_json::to_string(&own).expect("numbers and words always become JSON");
+    let known = match hub.backplane.report(body, fleet.config.ttl).await {
+        Ok(known) => known,
+        Err(error) => {
+            fleet.erred();
+            fleet.health().failing_since.get_or_insert_with(Instant::now);
+            return Err(error);
+        }
+    };
+    fleet.health().failing_since = None;
     let others = known.reports.into_iter().filter(|report| report.node != hub.config.node).map(|report| {
-        let said = serde_json::from_str::<Said>(&report.body).ok().filter(|said| said.v == FORM);
+        let said = Said::read(&report.body);
         if said.is_none() {
             tracing::debug!(node = &*report.node, "a node's report cannot be read by this version");
         }
         (report, said)
     });
-    let snapshot = Snapshot { others: others.collect(), birth_ms: known.birth_ms, read_at: Instant::now() };
+    let snapshot = Snapshot {
+        others: others.collect(),
+        own,
+        hold: known.hold,
+        birth_ms: known.birth_ms,
+        now_ms: known.now_ms,
+        read_at: Instant::now(),
+    };
     fleet.snapshot.store(Some(Arc::new(snapshot)));
     Ok(())
 }
 
 fn said(hub: &Hub) -> Said {
-    let load = hub.load();
+    let (load, now) = (hub.load(), Instant::now());
+    let (ready_since, is_lagging) = {
+        let health = hub.fleet.health();
+        (health.ready_since, health.fitness.is_some_and(|fitness| fitness.is_lagging))
+    };
+    let ready_for = ready_since.filter(|_| load.phase == Phase::Serving).map(|at| now.saturating_duration_since(at));
     Said {
         v: FORM,
         sessions: load.n_sessions,
@@ -184,6 +362,9 @@ fn said(hub: &Hub) -> Said {
         boot: hub.fleet.boot.clone(),
         started_at: hub.fleet.started_at,
         accept_rate: hub.metrics.accept_rate(),
+        ready_ms: ready_for.map(|ready| u64::try_from(ready.as_millis()).unwrap_or(u64::MAX)),
+        lagging: is_lagging,
+        lately: hub.fleet.recent.lately(now, hub.counts()),
     }
 }
 
@@ -201,7 +382,64 @@ impl Hub {
         }
         nodes.sort_by(|a, b| a.node.cmp(&b.node));
         let own = nodes.iter().position(|node| node.node == self.config.node).expect("it was put there");
-        view(nodes, own)
+        let (nodes, figures) = evened(nodes, own);
+        let hold = self.fleet.snapshot.load().as_ref().and_then(|snapshot| snapshot.hold().cloned());
+        FleetView { nodes, figures, shed: self.shed.view(), hold }
+    }
+
+    /// How well this node is; to be said once a second or so, from where readiness is judged.
+    /// Until it is first said, the node counts as ready while it serves.
+    pub fn set_fitness(&self, fitness: Fitness) {
+        let mut health = self.fleet.health();
+        health.fitness = Some(fitness);
+        let since = health.ready_since.unwrap_or_else(Instant::now);
+        health.ready_since = fitness.is_ready.then_some(since);
+    }
+
+    /// It serves from now on.
+    pub(crate) fn begins_to_serve(&self) {
+        let mut health = self.fleet.health();
+        if health.fitness.is_none() {
+            health.ready_since = Some(Instant::now());
+        }
+    }
+
+    /// What holds for the whole fleet has changed: it is read again at once.
+    pub(crate) fn fleet_changed(&self) {
+        self.fleet.nudge.notify_one();
+    }
+
+    /// This node's counters.
+    pub(crate) fn counts(&self) -> Counts {
+        Counts {
+            opened: self.n_opened(),
+            refused: [RefusalCode::Overloaded, RefusalCode::AtCapacity]
+                .map(|code| self.metrics.n_refused(code))
+                .iter()
+                .sum(),
+            shed: self.metrics.n_closed(CloseReason::Shed),
+            recycled: self.metrics.n_closed(CloseReason::Recycle),
+            drained: self.metrics.n_closed(CloseReason::Drain),
+        }
+    }
+
+    /// The fleet as the balancing sees it.
+    pub(crate) fn seen(&self) -> View {
+        let failing_since = self.fleet.failing_since().or_else(|| (!self.place.state().is_live).then(Instant::now));
+        let Some(snapshot) = self.fleet.snapshot.load_full() else {
+            return View { failing_since, ..View::default() };
+        };
+        let since = snapshot.read_at.elapsed();
+        let mut nodes = vec![snapshot.own.seen(self.config.node.clone(), since)];
+        let mut n_unreadable = 0;
+        for (report, said) in snapshot.others.iter().filter(|(report, _)| report.age + since < self.fleet.config.ttl) {
+            match said {
+                Some(said) => nodes.push(said.seen(report.node.clone(), report.age + since)),
+                None => n_unreadable += 1,
+            }
+        }
+        let is_held = snapshot.hold().is_some();
+        View { nodes, n_unreadable, read_at: Some(snapshot.read_at), failing_since, is_held }
     }
 
     /// Could this cursor come from an earlier session on this log: does it lie between the log's
@@ -231,7 +469,7 @@ fn node(node: Arc<str>, said: &Said, age: Duration) -> NodeView {
 
 /// Shares, targets and figures. Who does not serve has no share: whoever is still there has to go
 /// to the others.
-fn view(mut nodes: Vec<NodeView>, own: usize) -> FleetView {
+fn evened(mut nodes: Vec<NodeView>, own: usize) -> (Vec<NodeView>, FleetFigures) {
     let serves = |node: &NodeView| node.phase == Phase::Serving.word() && node.capacity > 0;
     let total: usize = nodes.iter().map(|node| node.n_sessions).sum();
     let room: usize = nodes.iter().filter(|node| serves(node)).map(|node| node.capacity).sum();
@@ -250,7 +488,7 @@ fn view(mut nodes: Vec<NodeView>, own: usize) -> FleetView {
         (0.0, 1.0)
     };
     let figures = FleetFigures { n_nodes: nodes.len(), n_sessions: total, share: nodes[own].share, cv, busiest_ratio };
-    FleetView { nodes, figures }
+    (nodes, figures)
 }
 
 #[cfg(test)]

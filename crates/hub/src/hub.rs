@@ -19,7 +19,7 @@ use crate::channel::Channel;
 use crate::clock::{Clock, Dice};
 use crate::close::CloseReason;
 use crate::cursor::{EventId, Since};
-use crate::departure::{Departure, DrainConfig, Who};
+use crate::departure::{Departure, DrainConfig, DrainTurn, Who};
 use crate::dispatch;
 use crate::event::{Event, Wire};
 use crate::fanout::{Channels, LinkState, Listener, Place};
@@ -29,10 +29,12 @@ use crate::limit::Seat;
 use crate::message::{self, Hello, Unsubscribed};
 use crate::plugin::{Admission, Plugins};
 use crate::quota::{self, Quota};
+use crate::recycle::{Aged, Recycle, Way};
 use crate::refusal::{Refusal, RefusalCode};
 use crate::revocation::Revocations;
 use crate::roll::{self, Rolls};
 use crate::session::{Buried, Deadlines, Held, Session, SessionConfig, SessionInfo, Sub};
+use crate::shed::Shedding;
 use crate::sweep;
 use crate::telemetry::{Metrics, ResumeLabel};
 use crate::wheel::{TICK, Wheel};
@@ -130,11 +132,15 @@ pub struct Hub {
     pub(crate) rolls: Rolls,
     /// Only where a user's sessions are limited.
     pub(crate) quota: Option<Quota>,
+    pub(crate) recycle: Recycle,
+    pub(crate) shed: Shedding,
     pub(crate) reads: Semaphore,
     pub(crate) tasks: TaskTracker,
     pub(crate) stop: CancellationToken,
     sessions: [Mutex<HashMap<Arc<str>, Arc<Session>>>; N_SHARDS],
     n_sessions: AtomicUsize,
+    /// Since the start.
+    n_opened: AtomicU64,
     /// Sessions that a drain had to cut.
     pub(crate) n_forced: AtomicUsize,
     emptied: Notify,
@@ -158,11 +164,14 @@ impl Hub {
             fleet: Fleet::new(parts.config.fleet, &parts.clock, &parts.dice),
             rolls: Rolls::new(),
             quota: parts.config.fleet.max_sessions_per_user.map(Quota::new),
+            recycle: Recycle::new(parts.config.max_age, Instant::now()),
+            shed: Shedding::default(),
             reads: Semaphore::new(MAX_READS),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
             sessions: Default::default(),
             n_sessions: AtomicUsize::new(0),
+            n_opened: AtomicU64::new(0),
             n_forced: AtomicUsize::new(0),
             emptied: Notify::new(),
             wheel: Wheel::new(),
@@ -233,6 +242,12 @@ impl Hub {
             forward
         });
         if moved {
+            match to {
+                Phase::Serving => self.begins_to_serve(),
+                // The drain has a time for everybody.
+                Phase::Draining | Phase::Stopped => self.recycle.set_way(Way::Closed),
+                Phase::Starting => {}
+            }
             self.metrics.phase(to);
             tracing::info!(phase = to.word(), sessions = self.load().n_sessions, "phase");
         }
@@ -308,7 +323,8 @@ impl Hub {
             opened_at: Instant::now(),
             admission: newcomer.admission,
         };
-        let deadlines = self.deadlines(&info.identity);
+        let age_at = self.recycle.age(info.opened_at, &self.dice).map(|age| info.opened_at + age);
+        let deadlines = Deadlines { age_at, ..self.token_ends(&info.identity) };
         let session = Arc::new(Session::new(info, Some(newcomer.seat), deadlines, &self.config.session, &self.dice));
         self.register(&session);
         if let Some(quota) = &self.quota {
@@ -350,6 +366,7 @@ impl Hub {
         let shard = &self.sessions[shard_of(&session.info.id)];
         shard.lock().expect("no panic while a shard is held").insert(session.info.id.clone(), session.clone());
         self.n_sessions.fetch_add(1, Ordering::SeqCst);
+        self.n_opened.fetch_add(1, Ordering::Relaxed);
         self.metrics.session_opened(session.info.wire);
         self.plugins.opened(&session.info);
     }
@@ -466,7 +483,7 @@ impl Hub {
 
     /// The session's `turn`-th token was found good; a later one that was faster stays in force.
     pub(crate) fn replace_identity(self: &Arc<Self>, session: &Arc<Session>, identity: &Arc<Identity>, turn: u32) {
-        let deadlines = self.deadlines(identity);
+        let ends = self.token_ends(identity);
         {
             let mut state = session.lock();
             if turn < state.auth_in_force {
@@ -474,44 +491,60 @@ impl Hub {
             }
             state.auth_in_force = turn;
             state.identity = identity.clone();
-            state.set_token_end(deadlines.token_at, deadlines.expiring_at);
+            state.set_token_end(ends.token_at, ends.expiring_at);
         }
         inbound::withdraw(self, session, Unsubscribed::Grant);
         self.arm(session);
     }
 
-    /// Draws a session's deadlines. The token's: `exp − U(0, 0.2·remaining)`, with less than a
-    /// minute remaining `exp` itself, so that tokens minted together do not end together.
-    fn deadlines(&self, identity: &Identity) -> Deadlines {
-        let now = Instant::now();
-        let age_at = self.config.max_age.map(|(min, max)| now + self.dice.between(min, max));
+    /// Draws when a session has to end because of its token: `exp − U(0, 0.2·remaining)`, with less
+    /// than a minute remaining `exp` itself, so that tokens minted together do not end together.
+    fn token_ends(&self, identity: &Identity) -> Deadlines {
         let Some(remaining) = identity.expires_at.map(|at| at.saturating_sub(self.clock.unix())) else {
-            return Deadlines { age_at, ..Deadlines::default() };
+            return Deadlines::default();
         };
         let life = if remaining < Duration::from_secs(60) {
             remaining
         } else {
             remaining.mul_f64(1.0 - 0.2 * self.dice.unit())
         };
+        let now = Instant::now();
         let warning = Duration::from_secs(60).min(life / 2);
-        Deadlines { age_at, token_at: Some(now + life), expiring_at: Some(now + life - warning) }
+        Deadlines { age_at: None, token_at: Some(now + life), expiring_at: Some(now + life - warning) }
     }
 
     // ---- leaving
 
     /// Asks sessions to leave: the i-th of n at `(i + U(0,1))·over/n`. Returns how many were asked.
     pub fn depart(&self, departure: Departure) -> usize {
-        let mut leaving: Vec<_> = self.all_sessions().into_iter().filter(|s| departure.who.is(&s.info)).collect();
+        let leaving = self.all_sessions().into_iter().filter(|s| departure.who.is(&s.info)).collect();
         // By chance, not by age: an order would send whole cohorts together.
-        for i in (1..leaving.len()).rev() {
-            leaving.swap(i, (self.dice.bits() % (i as u64 + 1)) as usize);
-        }
+        self.spread(self.shuffled(leaving), departure.reason, departure.over)
+    }
+
+    /// As `depart`, of all sessions, for a drain that began at `began`: those who will notice it least first.
+    pub(crate) fn depart_for_drain(&self, began: Instant, over: Duration) -> usize {
         let now = Instant::now();
-        let slot = departure.over.div_f64(leaving.len().max(1) as f64);
+        let mut leaving = self.shuffled(self.all_sessions());
+        leaving.sort_by_cached_key(|session| DrainTurn::of(session, began, now));
+        self.spread(leaving, CloseReason::Drain, over)
+    }
+
+    fn shuffled(&self, mut sessions: Vec<Arc<Session>>) -> Vec<Arc<Session>> {
+        for i in (1..sessions.len()).rev() {
+            sessions.swap(i, (self.dice.bits() % (i as u64 + 1)) as usize);
+        }
+        sessions
+    }
+
+    /// In this order, each in its part of the time: absolute, so that nothing drifts.
+    fn spread(&self, leaving: Vec<Arc<Session>>, reason: CloseReason, over: Duration) -> usize {
+        let now = Instant::now();
+        let slot = over.div_f64(leaving.len().max(1) as f64);
         let mut asked = 0;
         for (i, session) in leaving.iter().enumerate() {
             let at = now + slot.mul_f64(i as f64 + self.dice.unit());
-            if session.lock().ask_to_leave(at, departure.reason) {
+            if session.lock().ask_to_leave(at, reason) {
                 asked += 1;
                 self.arm(session);
             }
@@ -604,11 +637,26 @@ impl Hub {
                     }
                     state.scheduled = crate::wheel::Tick::MAX;
                 }
-                let next = session.on_time(now, self.place.position(), &self.config.session, &self.dice);
+                let n_sessions = self.n_sessions.load(Ordering::Relaxed);
+                let aged = |one: &Aged| self.recycle.judge(now, one, n_sessions, &self.dice);
+                let next = session.on_time(now, self.place.position(), &self.config.session, &self.dice, aged);
                 // Never the tick that was just handled.
                 self.schedule(&session, next.max(now + Duration::from_millis(1)));
             }
         }
+    }
+
+    /// Sessions opened since the start.
+    pub(crate) fn n_opened(&self) -> u64 {
+        self.n_opened.load(Ordering::Relaxed)
+    }
+
+    /// Once a second: what is counted over seconds, and who goes first. There is one budget for all
+    /// that are moved by choice: a drain before shedding before recycling.
+    fn pulse(&self, now: Instant) {
+        self.fleet.look(now, self.counts());
+        let is_second = self.shed.is_under_way() || self.fleet.is_peer_leaving();
+        self.recycle.set_way(if is_second { Way::Yields } else { Way::Open });
     }
 
     /// Sums what waits in all outboxes into the gauge.
@@ -655,7 +703,11 @@ async fn turn_wheel(hub: Arc<Hub>) {
             _ = ticks.tick() => {}
             () = hub.stop.cancelled() => return,
         }
-        hub.turn(Instant::now());
+        let now = Instant::now();
+        hub.turn(now);
+        if n.is_multiple_of(10) {
+            hub.pulse(now);
+        }
         if n.is_multiple_of(beacon_every) {
             hub.backplane.beacon();
         }

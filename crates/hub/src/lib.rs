@@ -4,13 +4,14 @@
 //! In walking order: `limit` (may this attempt cost us an authentication now?) → `auth`,
 //! `revocation` (who, until when?) → `plugin` → `session` (exists only from here) → `channel`
 //! (may this identity hear this?) → `fanout` (whose outboxes?) → `outbox` (can this client keep
-//! up?) → `departure`, `close` (when, with which words?). Beside the path, and never in its way,
-//! what nodes decide together: `quota` (too many sessions of one user?), `roll` (who is there?),
-//! `fleet` (how are all doing?).
+//! up?) → `departure`, `recycle`, `close` (when, with which words?). Beside the path, and never in
+//! its way, what nodes decide together: `quota` (too many sessions of one user?), `roll` (who is
+//! there?), `fleet` (how are all doing?), `balance`, `shed` (who has too many, and who goes?).
 
 mod attach;
 pub mod auth;
 pub mod backplane;
+pub mod balance;
 pub mod channel;
 pub mod clock;
 pub mod close;
@@ -30,10 +31,12 @@ mod open;
 pub mod outbox;
 pub mod plugin;
 mod quota;
+mod recycle;
 pub mod refusal;
 pub mod revocation;
 pub mod roll;
 pub mod session;
+pub mod shed;
 mod sweep;
 pub mod telemetry;
 #[cfg(test)]

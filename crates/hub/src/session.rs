@@ -16,6 +16,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::auth::Identity;
+use crate::balance::pick::Candidate;
 use crate::channel::Channel;
 use crate::clock::Dice;
 use crate::close::{CloseReason, PlannedCodes};
@@ -27,6 +28,7 @@ use crate::message::{self, Backoff, Message, Resume};
 use crate::outbox::{Batch, Item, Outbox};
 use crate::plugin::Admission;
 use crate::quota::Place;
+use crate::recycle::{Aged, Verdict};
 use crate::wheel::Tick;
 
 mod leave;
@@ -34,9 +36,6 @@ mod leave;
 /// At most so many bytes of live events wait while a session's history is read. What does not fit
 /// is read from the log again. 256 KiB: a quarter of the default outbox.
 const MAX_HELD_BYTES: usize = 256 * 1024;
-
-/// Nobody stays longer than this beyond its age for being busy (contract: maximum + 90 s).
-pub const MAX_POSTPONED: Duration = Duration::from_secs(90);
 
 /// What is fixed when a session opens.
 #[derive(Clone, Debug)]
@@ -190,7 +189,9 @@ pub(crate) struct State {
     expiring_at: Option<Instant>,
     ask: Option<(Instant, CloseReason)>,
     busy_until: Option<Instant>,
-    postponed: Duration,
+    /// By how much the end of its age was put off.
+    postponed_ms: u32,
+    is_extended: bool,
     next_beat: Instant,
     alive_by: Option<Instant>,
     blocked_since: Option<Instant>,
@@ -272,7 +273,8 @@ impl Session {
             expiring_at: deadlines.expiring_at,
             ask: None,
             busy_until: None,
-            postponed: Duration::ZERO,
+            postponed_ms: 0,
+            is_extended: false,
             // The first beat is drawn, so that a crowd that came together does not beat together.
             next_beat: now + dice.between(config.heartbeat / 2, config.heartbeat),
             alive_by: None,
@@ -429,9 +431,17 @@ impl Session {
 
     // ---- the wheel's side
 
-    /// What is due at `now`. Returns the next instant at which the session must be looked at.
-    pub(crate) fn on_time(&self, now: Instant, node: EventId, config: &SessionConfig, dice: &Dice) -> Instant {
-        let due = self.lock().due(now, config);
+    /// What is due at `now`; `aged` decides about an age that is over. Returns the next instant at
+    /// which the session must be looked at.
+    pub(crate) fn on_time(
+        &self,
+        now: Instant,
+        node: EventId,
+        config: &SessionConfig,
+        dice: &Dice,
+        aged: impl FnOnce(&Aged) -> Verdict,
+    ) -> Instant {
+        let due = self.lock().due(now, &self.info, config);
         match due {
             Some(Due::Cut(reason)) => {
                 self.lock().cut(reason);
@@ -440,15 +450,31 @@ impl Session {
             Some(Due::Leave(reason)) => {
                 self.end(reason, node, config, dice);
             }
-            None => {
-                let mut state = self.lock();
-                if state.on_beat(now, &self.info, node, config) {
-                    drop(state);
-                    self.wake();
+            Some(Due::Aged(one)) => match aged(&one) {
+                Verdict::Leave => {
+                    self.end(CloseReason::Recycle, node, config, dice);
                 }
-            }
+                put_off => {
+                    self.lock().aged(put_off);
+                    self.beat(now, node, config);
+                }
+            },
+            None => self.beat(now, node, config),
         }
         self.lock().next_due(now, config)
+    }
+
+    fn beat(&self, now: Instant, node: EventId, config: &SessionConfig) {
+        let mut state = self.lock();
+        if state.on_beat(now, &self.info, node, config) {
+            drop(state);
+            self.wake();
+        }
+    }
+
+    /// What is known of it when some are to be moved; `None` where it is leaving already.
+    pub(crate) fn candidate(&self) -> Option<Candidate> {
+        self.lock().candidate(self.info.opened_at)
     }
 
     /// When the session must be looked at next.
@@ -477,6 +503,8 @@ impl Session {
 enum Due {
     Cut(CloseReason),
     Leave(CloseReason),
+    /// Its age is over.
+    Aged(Aged),
 }
 
 impl State {

@@ -265,6 +265,16 @@ impl Metrics {
         self.closed[place].inc();
     }
 
+    /// Sessions that ended for this reason, since the start.
+    pub fn n_closed(&self, reason: CloseReason) -> u64 {
+        CloseReason::ALL.iter().position(|r| *r == reason).map_or(0, |place| self.closed[place].get())
+    }
+
+    /// Requests refused with this code, since the start.
+    pub fn n_refused(&self, code: RefusalCode) -> u64 {
+        self.refused[code as usize].get()
+    }
+
     /// Sessions open now, both transports.
     pub fn sessions_open(&self) -> usize {
         self.open.iter().map(|gauge| usize::try_from(gauge.get()).unwrap_or(0)).sum()

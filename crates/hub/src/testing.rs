@@ -61,7 +61,22 @@ impl Testing {
     }
 
     pub fn node_with(&self, name: &str, capacity: usize) -> Node {
-        let memory = self.log.node(name);
+        self.node_of(config(name, capacity))
+    }
+
+    /// As `node`, with other settings than usual; takes in a hundred a second.
+    pub async fn node_like(&self, name: &str, change: impl FnOnce(&mut HubConfig)) -> Node {
+        let mut config = config(name, 1_000);
+        change(&mut config);
+        let node = self.node_of(config);
+        node.metrics.accept(100.0, 200.0);
+        node.hub.serve();
+        node.hub.place.live().await;
+        node
+    }
+
+    fn node_of(&self, config: HubConfig) -> Node {
+        let memory = self.log.node(&config.node);
         let metrics = Metrics::new("1.2.3");
         let verifier = Verifier::new(AuthConfig {
             keys: KeySource::Secret(Secret::new(vec![b'k'; 32])),
@@ -75,9 +90,9 @@ impl Testing {
         });
         let revocation =
             RevocationConfig { when_unavailable: WhenUnavailable::Refuse, deadline: SECS(1), remember: SECS(60) };
-        let fleet = FleetConfig { max_sessions_per_user: self.limit, ..FleetConfig::unlimited("1.2.3") };
+        let fleet = FleetConfig { max_sessions_per_user: self.limit, ..config.fleet };
         let parts = Parts {
-            config: HubConfig { fleet, ..config(name, capacity) },
+            config: HubConfig { fleet, ..config },
             backplane: memory.clone(),
             verifier: Arc::new(verifier.expect("a good key")),
             revocations: Arc::new(Revocations::new(memory.clone(), revocation, metrics.clone())),
@@ -162,6 +177,23 @@ pub(crate) async fn until(what: &str, is: impl Fn() -> bool) {
         assert!(Instant::now() < give_up, "never: {what}");
         sleep(Duration::from_millis(50)).await;
     }
+}
+
+/// Waits, in simulated time, for all of these to be told to leave, and lets each go as its driver
+/// would: when that was, and why.
+pub(crate) async fn ends(sessions: Vec<Open>) -> Vec<(Instant, CloseReason)> {
+    let mut ends = vec![None; sessions.len()];
+    let mut sessions: Vec<Option<Open>> = sessions.into_iter().map(Some).collect();
+    while ends.iter().any(Option::is_none) {
+        for (end, open) in ends.iter_mut().zip(&mut sessions) {
+            if let Some(reason) = open.as_ref().and_then(|open| open.session().ending()) {
+                *end = Some((Instant::now(), reason));
+                *open = None;
+            }
+        }
+        sleep(Duration::from_millis(20)).await;
+    }
+    ends.into_iter().flatten().collect()
 }
 
 /// How each of these ended, or is ending.

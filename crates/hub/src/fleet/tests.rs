@@ -26,7 +26,7 @@ fn shares_follow_capacity_and_whoever_leaves_has_none() {
         one("c", 300, 500, "draining"),
         one("d", 0, 1_000, "starting"),
     ];
-    let FleetView { nodes, figures } = view(nodes, 1);
+    let (nodes, figures) = evened(nodes, 1);
     assert_eq!(nodes.iter().map(|n| n.share).collect::<Vec<_>>(), [0.2, 0.8, 0.0, 0.0]);
     assert_eq!(nodes.iter().map(|n| n.target).collect::<Vec<_>>(), [120.0, 480.0, 0.0, 0.0]);
     // Full to 1 and 1/2: mean 3/4, deviation 1/4.
@@ -42,7 +42,7 @@ fn an_empty_and_a_leaving_fleet_have_figures_too() {
         (vec![one("a", 3, 10, "draining")], 0.0),
         (vec![one("a", 3, 0, "serving")], 0.0),
     ] {
-        let figures = view(nodes, 0).figures;
+        let (_, figures) = evened(nodes, 0);
         assert_eq!((figures.share, figures.cv, figures.busiest_ratio), (share, 0.0, 1.0));
     }
 }

@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Due, Flood, MAX_POSTPONED, SessionConfig, SessionInfo, Stage, State};
+use super::{Due, Flood, SessionConfig, SessionInfo, Stage, State};
+use crate::balance::pick::Candidate;
 use crate::close::CloseReason;
 use crate::cursor::EventId;
 use crate::event::{Wire, frame, http_chunk};
-use crate::message;
+use crate::message::{self, Resume};
+use crate::recycle::{Aged, Verdict};
 
 impl State {
     // ---- leaving
@@ -44,7 +46,7 @@ impl State {
         [age, token, self.ask].into_iter().flatten().min_by_key(|(at, _)| *at)
     }
 
-    pub(super) fn due(&mut self, now: Instant, config: &SessionConfig) -> Option<Due> {
+    pub(super) fn due(&mut self, now: Instant, info: &SessionInfo, config: &SessionConfig) -> Option<Due> {
         if let Some(ending) = &self.ending {
             return (now >= ending.close_by).then_some(Due::Cut(ending.reason));
         }
@@ -59,22 +61,44 @@ impl State {
         if now < at {
             return None;
         }
-        if reason == CloseReason::Recycle && self.postpone(now) {
-            return None;
+        match (reason, self.age_at) {
+            // Its age alone ends it, and that can wait a little.
+            (CloseReason::Recycle, Some(age_at)) if self.ask.is_none_or(|(ask, _)| ask > at) => {
+                let postponed = Duration::from_millis(u64::from(self.postponed_ms));
+                let (busy_until, is_extended) = (self.busy_until, self.is_extended);
+                Some(Due::Aged(Aged { opened_at: info.opened_at, age_at, busy_until, postponed, is_extended }))
+            }
+            _ => Some(Due::Leave(reason)),
         }
-        Some(Due::Leave(reason))
     }
 
-    /// A busy session's age is put off a little, by at most `MAX_POSTPONED` in all.
-    fn postpone(&mut self, now: Instant) -> bool {
-        let Some(until) = self.busy_until.filter(|until| *until > now) else { return false };
-        let by = (until - now).min(MAX_POSTPONED - self.postponed);
-        if by.is_zero() {
-            return false;
+    /// What was decided of its age.
+    pub(super) fn aged(&mut self, verdict: Verdict) {
+        match verdict {
+            Verdict::Leave => {}
+            Verdict::Postpone { to, postponed } => {
+                self.postponed_ms = u32::try_from(postponed.as_millis()).unwrap_or(u32::MAX);
+                self.age_at = Some(to);
+            }
+            Verdict::Extend(to) => {
+                self.is_extended = true;
+                self.age_at = Some(to);
+            }
         }
-        self.postponed += by;
-        self.age_at = Some(now + by);
-        true
+    }
+
+    /// What is known of it when some are to be moved; `None` where it is leaving already.
+    pub(super) fn candidate(&self, opened_at: Instant) -> Option<Candidate> {
+        // Resumed, so it was moved or cut off when it came here. Of earlier moves nothing is known.
+        let came_back = matches!(self.resumed, Some(Resume::Ok | Resume::Gap)).then_some(opened_at);
+        (!self.is_over()).then_some(Candidate {
+            opened_at,
+            // A `position` counts as well: for half a minute every few, an idle session may pass for an active one.
+            idle_since: self.message_at.max(self.id_sent_at),
+            busy_until: self.busy_until,
+            moved_at: [came_back, None],
+            recycle_at: self.age_at,
+        })
     }
 
     /// Beats, positions and warnings. Returns whether something was queued.

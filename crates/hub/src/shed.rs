@@ -1,0 +1,237 @@
+//! Moves this node's sessions to emptier nodes: the one task that asks `balance` once a second how
+//! many, picks them (`balance::pick`), and lets them go within that second. Decides nothing about
+//! how many or when; but it stops between two of them as soon as this node leaves, the backplane
+//! fails or somebody holds the fleet, for then what was decided a moment ago counts no more.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::Duration;
+
+use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep_until};
+
+use crate::balance::pick::{SAMPLE, choose};
+use crate::balance::{BalanceConfig, Balancer, Orders, Own, Recycling, State, Warning};
+use crate::close::CloseReason;
+use crate::fleet::{Pace, ShedView};
+use crate::hub::{Hub, Phase};
+use crate::recycle::Short;
+use crate::session::Session;
+use crate::telemetry::ShedSuspension;
+
+/// So often it is decided how many leave.
+const TICK: Duration = Duration::from_secs(1);
+
+/// Two lines in the log are at least so far apart, however often the state changes.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// `GATEWAY_SHED`: whether sessions are moved to emptier nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShedMode {
+    /// They are.
+    On,
+    /// They are not.
+    Off,
+    /// It is only counted how many would be.
+    DryRun,
+}
+
+impl ShedMode {
+    /// The word in `/v1/fleet`.
+    pub fn word(self) -> &'static str {
+        match self {
+            ShedMode::On => "on",
+            ShedMode::Off => "off",
+            ShedMode::DryRun => "dry-run",
+        }
+    }
+}
+
+/// What the moving obeys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ShedConfig {
+    /// Whether.
+    pub mode: ShedMode,
+    /// When and how many.
+    pub balance: BalanceConfig,
+}
+
+/// What is said of it to whoever asks.
+#[derive(Debug, Default)]
+pub(crate) struct Shedding {
+    view: Mutex<ShedView>,
+}
+
+impl Shedding {
+    pub fn view(&self) -> ShedView {
+        self.lock().clone()
+    }
+
+    /// Does this node move sessions just now?
+    pub fn is_under_way(&self) -> bool {
+        let view = self.lock();
+        view.mode == ShedMode::On.word() && view.state == State::Shedding.word()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ShedView> {
+        self.view.lock().expect("no panic while the view is held")
+    }
+}
+
+impl Hub {
+    /// Moves sessions to emptier nodes from now on, as `config` says. Called once, after `start`;
+    /// without it, or with `ShedMode::Off`, nobody is moved.
+    pub fn balance(self: &Arc<Self>, config: ShedConfig) {
+        let state = if config.mode == ShedMode::Off { "off" } else { State::Idle.word() };
+        *self.shed.lock() = ShedView { mode: config.mode.word(), state, ..ShedView::default() };
+        if config.mode != ShedMode::Off {
+            self.tasks.spawn(run(self.clone(), config));
+        }
+    }
+}
+
+async fn run(hub: Arc<Hub>, config: ShedConfig) {
+    // Drawn, so that nodes that started together do not decide together.
+    let first = Instant::now() + hub.dice.between(Duration::ZERO, TICK);
+    let mut ticks = interval_at(first, TICK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut phases = hub.phases();
+    let mut shedder = Shedder::new(hub.clone(), config);
+    loop {
+        let next = shedder.going.front().map(|(at, _)| *at);
+        tokio::select! {
+            biased;
+            () = hub.stop.cancelled() => return,
+            _ = phases.wait_for(|phase| *phase >= Phase::Draining) => return shedder.end(),
+            () = sleep_until(next.unwrap_or_else(Instant::now)), if next.is_some() => shedder.let_go(Instant::now()),
+            _ = ticks.tick() => shedder.tick(Instant::now()),
+        }
+    }
+}
+
+struct Shedder {
+    hub: Arc<Hub>,
+    mode: ShedMode,
+    balancer: Balancer,
+    /// Who leaves when, within this second.
+    going: VecDeque<(Instant, Weak<Session>)>,
+    /// Moved, or in a dry run: that would have been.
+    n_moved: u64,
+    logged: Option<(Instant, State)>,
+    warned: Option<Warning>,
+}
+
+impl Shedder {
+    fn new(hub: Arc<Hub>, config: ShedConfig) -> Self {
+        let balancer = Balancer::new(config.balance, hub.config.node.clone(), hub.dice.clone());
+        Self { hub, mode: config.mode, balancer, going: VecDeque::new(), n_moved: 0, logged: None, warned: None }
+    }
+
+    fn tick(&mut self, now: Instant) {
+        let hub = &self.hub;
+        let own = Own { n_sessions: hub.load().n_sessions, n_shed: hub.counts().shed };
+        let orders = self.balancer.tick(now, &hub.seen(), &own);
+        hub.recycle.set_short(match orders.recycling {
+            Recycling::Extend => Short::Yes,
+            Recycling::AsDrawn => Short::No,
+        });
+        let is_moving = self.mode == ShedMode::On && orders.state == State::Shedding;
+        hub.fleet.hurry(if is_moving { Pace::Hurried } else { Pace::Usual });
+        if orders.state != State::Shedding {
+            self.going.clear();
+        }
+        match self.mode {
+            ShedMode::On => self.order(now, orders.n_to_shed),
+            ShedMode::DryRun => self.n_moved += orders.n_to_shed as u64,
+            ShedMode::Off => {}
+        }
+        self.tell(now, &orders);
+    }
+
+    /// Picks `n` sessions and gives each its place in this second.
+    fn order(&mut self, now: Instant, n: usize) {
+        if n == 0 {
+            return;
+        }
+        let mut some = self.hub.all_sessions();
+        let n_some = some.len().min(n * SAMPLE);
+        for i in 0..n_some {
+            let other = i + (self.hub.dice.bits() % (some.len() - i) as u64) as usize;
+            some.swap(i, other);
+        }
+        some.truncate(n_some);
+        let (candidates, some): (Vec<_>, Vec<_>) =
+            some.into_iter().filter_map(|session| Some((session.candidate()?, session))).unzip();
+        let chosen = choose(now, &candidates, n);
+        let slot = TICK.div_f64(chosen.len().max(1) as f64);
+        for (i, place) in chosen.into_iter().enumerate() {
+            let at = now + slot.mul_f64(i as f64 + self.hub.dice.unit());
+            self.going.push_back((at, Arc::downgrade(&some[place])));
+        }
+    }
+
+    /// Those whose time has come leave, unless something came between.
+    fn let_go(&mut self, now: Instant) {
+        if self.hub.fleet.failing_since().is_some() || !self.hub.place.state().is_live || self.hub.fleet.is_held() {
+            self.going.clear();
+            return;
+        }
+        while self.going.front().is_some_and(|(at, _)| *at <= now) {
+            let session = self.going.pop_front().and_then(|(_, session)| session.upgrade());
+            let Some(session) = session else { continue };
+            // It may have said that it is busy since it was picked.
+            if session.candidate().is_some_and(|one| one.may_move(now)) {
+                self.hub.end(&session, CloseReason::Shed);
+                self.hub.metrics.shed(1);
+                self.n_moved += 1;
+            }
+        }
+    }
+
+    fn tell(&mut self, now: Instant, orders: &Orders) {
+        let reasons = orders.state.reasons();
+        self.hub.metrics.shed_suspended(reasons);
+        let budget = orders.plan.budget;
+        *self.hub.shed.lock() = ShedView {
+            mode: self.mode.word(),
+            state: orders.state.word(),
+            suspended: reasons.iter().map(|reason| reason.word()).collect(),
+            budget: budget.per_second,
+            bound: budget.bound.word(),
+            shed_total: self.n_moved,
+        };
+        if orders.warning != self.warned {
+            self.warned = orders.warning;
+            if let Some(Warning::MixedVersions) = orders.warning {
+                tracing::warn!("several versions have been running for a day; sessions are moved all the same");
+            }
+        }
+        let may_log = self.logged.as_ref().is_none_or(|(at, state)| *state != orders.state && *at + QUIET <= now);
+        if may_log {
+            self.logged = Some((now, orders.state.clone()));
+            let suspended = self.hub.shed.view().suspended.join(",");
+            tracing::info!(
+                mode = self.mode.word(),
+                state = orders.state.word(),
+                suspended,
+                budget = budget.per_second,
+                bound = budget.bound.word(),
+                cv = orders.plan.cv,
+                moved = self.n_moved,
+                "moving sessions to emptier nodes"
+            );
+        }
+    }
+
+    /// This node leaves: from now on its drain moves everybody.
+    fn end(self) {
+        let leaving = [ShedSuspension::Draining];
+        self.hub.metrics.shed_suspended(&leaving);
+        self.hub.fleet.hurry(Pace::Usual);
+        let mut view = self.hub.shed.lock();
+        view.state = State::Suspended(Vec::new()).word();
+        view.suspended = leaving.iter().map(|reason| reason.word()).collect();
+    }
+}
+
+#[cfg(test)]
+mod tests;
