@@ -267,6 +267,7 @@ async fn a_cancelled_check_never_answers_anothers_question() {
 async fn a_list_that_is_away_hung_wrong_or_broken_is_unavailable_within_the_deadline() {
     let (fake, node) = node();
     for mode in [Mode::Away, Mode::Hung, Mode::Panicking, Mode::TooShort] {
+        tokio::time::sleep(REST).await;
         fake.set(mode);
         let start = Instant::now();
         assert_eq!(node.check(&who("u", "j", 1)).await, CheckOutcome::Unavailable);
@@ -277,6 +278,58 @@ async fn a_list_that_is_away_hung_wrong_or_broken_is_unavailable_within_the_dead
     assert_eq!(node.check(&who("u", "j", 1)).await, CheckOutcome::Good);
     assert_eq!(n_checks(&node, RevocationSource::Unavailable), 4);
     assert_eq!(n_checks(&node, RevocationSource::Redis), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_the_list_is_away_one_question_tries_it_and_nobody_else_waits_for_that() {
+    let (fake, node) = node();
+    fake.set(Mode::Hung);
+    // They share a question that fails; those who queued behind it are not made to wait for another.
+    let crowd: Vec<_> = (0..100).map(|i| spawn(&node, who(&format!("u{i}"), "j", 1))).collect();
+    let start = Instant::now();
+    for check in crowd {
+        assert_eq!(check.await.unwrap(), CheckOutcome::Unavailable);
+    }
+    assert!(start.elapsed() <= DEADLINE + Duration::from_millis(2), "{:?}", start.elapsed());
+    let n_calls = fake.n_calls();
+    let start = Instant::now();
+    for i in 0..100 {
+        assert_eq!(node.check(&who(&format!("v{i}"), "j", 1)).await, CheckOutcome::Unavailable);
+    }
+    assert_eq!((start.elapsed(), fake.n_calls()), (Duration::ZERO, n_calls), "told at once, and Redis left alone");
+    fake.set(Mode::Prompt);
+    tokio::time::sleep(REST).await;
+    assert_eq!(node.check(&who("u", "j", 1)).await, CheckOutcome::Good);
+}
+
+/// Comes `per_second` for a second; how many questions that took, and the longest that anybody waited.
+async fn come(per_second: u32) -> (usize, Duration) {
+    let (fake, node) = node();
+    let start = Instant::now();
+    let mut checks = Vec::new();
+    for i in 0..per_second {
+        tokio::time::sleep_until(start + Duration::from_secs(1) * i / per_second).await;
+        let node = node.clone();
+        checks.push(tokio::spawn(async move {
+            let asked_at = Instant::now();
+            assert_eq!(node.check(&who(&format!("u{i}"), "j", 1)).await, CheckOutcome::Good);
+            asked_at.elapsed()
+        }));
+    }
+    let mut longest = Duration::ZERO;
+    for check in checks {
+        longest = longest.max(check.await.unwrap());
+    }
+    (fake.n_calls(), longest)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_waits_for_company_in_a_storm_only_and_never_long() {
+    let (n, longest) = come(100).await;
+    assert_eq!((n, longest), (100, Duration::ZERO), "alone, everybody is asked for at once");
+    let (n, longest) = come(5_000).await;
+    assert!(n <= 5_000 / 50, "{n} questions for 5,000 checks");
+    assert!(longest <= COMPANY_WAIT + Duration::from_millis(2), "{longest:?}");
 }
 
 #[tokio::test(start_paused = true)]
