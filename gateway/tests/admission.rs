@@ -3,7 +3,7 @@
 //!
 //! `heads` the request itself · `tokens` who somebody is · `keys` by whose key · `limits` how many at once · `origins`
 //! from which page · `channels` what may be heard · `redis` a revocation list that is late or away ·
-//! `fleet` what nodes decide together · `storms` what a crowd costs · `secrets` what never reaches a log · `admin` the back ends' API and the command line.
+//! `fleet` what nodes decide together · `holds` how they are kept from moving anybody · `storms` what a crowd costs · `secrets` what never reaches a log · `admin` the back ends' API and the command line.
 
 use std::time::Duration;
 
@@ -22,6 +22,8 @@ mod channels;
 mod fleet;
 #[path = "admission/heads.rs"]
 mod heads;
+#[path = "admission/holds.rs"]
+mod holds;
 #[path = "admission/keys.rs"]
 mod keys;
 #[path = "admission/limits.rs"]

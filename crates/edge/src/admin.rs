@@ -1,6 +1,7 @@
 //! The back ends' API and the operator's page. Decides how a call is read and how its outcome is
 //! told; what publishing, revoking, leaving and draining do is `hub`'s. Who may call at all is
-//! `guard`; the calls themselves are `publish`, `revocations`, `sessions` and `fleet`.
+//! `guard`; the calls themselves are `publish`, `revocations`, `sessions` and `fleet`;
+//! `span` is how they write a length of time.
 //!
 //! `openapi.json` beside this file describes exactly the routes of `table`; a test compares them.
 
@@ -30,6 +31,7 @@ mod guard;
 mod publish;
 mod revocations;
 mod sessions;
+mod span;
 
 pub use guard::AdminKey;
 
@@ -127,6 +129,8 @@ fn table() -> Vec<Route> {
         at(Method::DELETE, "/v1/sessions", sessions::end_user),
         at(Method::DELETE, "/v1/sessions/{session}", sessions::end_one),
         at(Method::GET, "/v1/fleet", fleet::show),
+        at(Method::POST, "/v1/fleet/hold", fleet::hold),
+        at(Method::DELETE, "/v1/fleet/hold", fleet::release),
         at(Method::POST, "/v1/drain", drain),
         at(Method::GET, "/v1/openapi.json", async || page("application/json", OPENAPI)),
         at(Method::GET, "/v1/client.js", async |State(inner): State<Shared>| {

@@ -5,6 +5,7 @@ mod admin;
 mod admin_client;
 mod config;
 mod dev;
+mod fleet;
 pub mod logging;
 pub mod migrate;
 mod output;
@@ -75,7 +76,7 @@ enum Command {
     #[command(after_help = "Example:\n  tidegate fleet --watch")]
     Fleet(FleetArgs),
     /// Suspend the moving of sessions in the whole fleet for a while
-    #[command(after_help = "Example:\n  tidegate hold --for 15m --reason 'deploy of the balancer'")]
+    #[command(after_help = "Example:\n  tidegate hold 15m --reason 'deploy of the balancer'")]
     Hold(HoldArgs),
     /// End a hold before its time
     #[command(after_help = "Example:\n  tidegate release")]
@@ -221,12 +222,12 @@ struct FleetArgs {
 /// `tidegate hold`.
 #[derive(Debug, Args)]
 struct HoldArgs {
-    /// For how long
-    #[arg(long = "for", value_parser = duration)]
-    duration: Duration,
+    /// For how long: 1s to 24h; it replaces a hold that there is
+    #[arg(value_name = "TIME", value_parser = duration)]
+    time: Duration,
     /// Why, for those who wonder
     #[arg(long)]
-    reason: String,
+    reason: Option<String>,
     #[command(flatten)]
     admin: AdminArgs,
 }
@@ -301,7 +302,7 @@ fn run(command: Command, plugins: Plugins) -> Result<(), CliError> {
         Command::Publish(args) => once(publish::run(args)),
         Command::Tail(args) => once(tail::run(args)),
         Command::Revoke(args) => once(admin::revoke(args)),
-        Command::Fleet(args) => once(admin::fleet(args)),
+        Command::Fleet(args) => once(fleet::run(args)),
         Command::Hold(args) => once(admin::hold(args)),
         Command::Release(args) => once(admin::release(args)),
         Command::Drain(args) => once(admin::drain(args)),

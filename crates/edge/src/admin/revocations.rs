@@ -1,6 +1,7 @@
 //! `POST /v1/revocations`: whom, since when, for how long. That every node ends the sessions in
 //! question, and that newcomers are refused, is `hub`'s.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use axum::extract::{Request, State};
@@ -11,10 +12,11 @@ use hub::refusal::{Refusal, RefusalCode};
 use serde::Deserialize;
 
 use super::guard::{Form, form};
+use super::span::Span;
 use super::{Problem, Shared};
 
-/// Longest `ttl`: a year, as for every duration of the configuration.
-const MAX_TTL: Duration = Duration::from_secs(366 * 86_400);
+/// Of `ttl`. A year at most, as for every duration of the configuration.
+const TTLS: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(366 * 86_400);
 
 pub(super) async fn revoke(State(inner): State<Shared>, request: Request) -> Result<StatusCode, Problem> {
     let (head, body) = request.into_parts();
@@ -35,14 +37,7 @@ struct Body {
     sid: Option<String>,
     sub: Option<String>,
     before: Option<u64>,
-    ttl: Option<Ttl>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Ttl {
-    Seconds(u64),
-    Text(String),
+    ttl: Option<Span>,
 }
 
 fn bad(detail: impl Into<String>) -> Refusal {
@@ -65,32 +60,12 @@ fn parse(text: &str, now: Duration) -> Result<(Revocation, Option<Duration>), Re
         return Err(bad("before goes with sub only"));
     }
     let before = body.before.unwrap_or(now.as_secs());
-    Ok((Revocation { key, before }, body.ttl.map(Ttl::duration).transpose()?))
+    Ok((Revocation { key, before }, body.ttl.as_ref().map(length).transpose()?))
 }
 
-impl Ttl {
-    fn duration(self) -> Result<Duration, Refusal> {
-        let duration = match self {
-            Ttl::Seconds(n) => Some(Duration::from_secs(n)),
-            Ttl::Text(text) => written_duration(&text),
-        };
-        duration
-            .filter(|ttl| !ttl.is_zero() && *ttl <= MAX_TTL)
-            .ok_or_else(|| bad("ttl is whole seconds or a duration as 30s, 20m, 12h or 30d, above zero, at most 366d"))
-    }
-}
-
-/// `30s`, `20m`, `12h`, `30d`. No `ms`: a revocation that short means a slip of the pen.
-fn written_duration(text: &str) -> Option<Duration> {
-    let (number, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit())?);
-    let seconds = match unit {
-        "s" => 1,
-        "m" => 60,
-        "h" => 3_600,
-        "d" => 86_400,
-        _ => return None,
-    };
-    number.parse::<u64>().ok()?.checked_mul(seconds).map(Duration::from_secs)
+fn length(ttl: &Span) -> Result<Duration, Refusal> {
+    ttl.within(TTLS)
+        .ok_or_else(|| bad("ttl is whole seconds or a duration as 30s, 20m, 12h or 30d, above zero, at most 366d"))
 }
 
 #[cfg(test)]
@@ -106,7 +81,7 @@ mod tests {
             (r#"{"jti":"a"}"#, RevocationKey::Jti("a".into()), 1_700_000_000, None),
             (r#"{"sid":"b","ttl":60}"#, RevocationKey::Sid("b".into()), 1_700_000_000, Some(secs(60))),
             (r#"{"sub":"42","ttl":"12h"}"#, RevocationKey::Sub("42".into()), 1_700_000_000, Some(secs(43_200))),
-            (r#"{"sub":"42","before":7,"ttl":"366d"}"#, RevocationKey::Sub("42".into()), 7, Some(MAX_TTL)),
+            (r#"{"sub":"42","before":7,"ttl":"366d"}"#, RevocationKey::Sub("42".into()), 7, Some(*TTLS.end())),
         ] {
             assert_eq!(parse(text, NOW).unwrap(), (Revocation { key, before }, ttl), "{text}");
         }

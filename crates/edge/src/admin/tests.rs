@@ -364,10 +364,46 @@ async fn the_fleet_shows_this_node_and_a_drain_starts_at_once() {
         "node": "n1", "phase": "serving", "sessions": 1, "capacity": 5, "share": 1.0, "target": 1.0,
         "version": "1.2.3", "age_ms": 0,
     });
-    assert_eq!(fleet, serde_json::json!({"nodes": [expected], "total": 1, "cv": 0.0, "busiest_ratio": 1.0}));
+    let shedding = serde_json::json!({
+        "mode": "off", "state": "off", "suspended": [], "bound": "none", "shed_total": 0,
+    });
+    let expected = serde_json::json!({
+        "nodes": [expected], "total": 1, "cv": 0.0, "busiest_ratio": 1.0,
+        "budget": 0.0, "shedding": shedding, "hold": null,
+    });
+    assert_eq!(fleet, expected);
     for _ in 0..2 {
         assert_eq!(node.call("POST", "/v1/drain", "").await.status, 202);
         assert_eq!(node.hub.phase(), Phase::Draining);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_begins_is_replaced_and_ends_when_it_is_asked_to() {
+    let node = node();
+    let holds = async || node.memory.report(String::new(), Duration::from_secs(20)).await.unwrap().hold;
+    let answer = node.call("POST", "/v1/fleet/hold", r#"{"for":"15m","reason":"deploy"}"#).await;
+    assert_eq!((answer.status, &*answer.body), (200, r#"{"reason":"deploy","until":1700000900}"#));
+    let hold = holds().await.unwrap();
+    assert_eq!((hold.until_ms, &*hold.reason, &*hold.by), (1_700_000_900_000, "deploy", "n1"));
+    let answer = node.call("POST", "/v1/fleet/hold", r#"{"for":60}"#).await;
+    assert_eq!((answer.status, &*answer.body), (200, r#"{"reason":"","until":1700000060}"#));
+    for body in ["{}", r#"{"for":"25h"}"#, r#"{"for":"15m","reason":7}"#] {
+        assert_eq!(node.call("POST", "/v1/fleet/hold", body).await.problem(), (400, "bad_request".into()), "{body}");
+    }
+    assert_eq!(holds().await.unwrap().until_ms, 1_700_000_060_000, "what is unclear changes nothing");
+    let mut lines = request("POST", "/v1/fleet/hold", r#"{"for":60}"#);
+    lines.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/x-ndjson"));
+    assert_eq!(node.send(lines).await.problem(), (415, "unsupported_media_type".into()));
+    for _ in 0..2 {
+        assert_eq!(node.call("DELETE", "/v1/fleet/hold", "").await.status, 204);
+        assert_eq!(holds().await, None);
+    }
+    node.memory.set_reachable(false);
+    for method in ["POST", "DELETE"] {
+        let answer = node.call(method, "/v1/fleet/hold", r#"{"for":60}"#).await;
+        assert_eq!(answer.problem(), (503, "unavailable".into()), "{method}");
+        assert!(answer.headers.contains_key("retry-after"));
     }
 }
 
