@@ -7,12 +7,14 @@
 //! above P (*floor*) → live. If the link was lost or the log changed its incarnation meanwhile, the
 //! whole is done again from the position that the client has by then (*agree*).
 
+mod position;
+
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
 
-use crate::backplane::{From, GapReason, Read, ReadAsk};
+use crate::backplane::{From, GapReason, Read, ReadAsk, Unavailable};
 use crate::channel::Channel;
 use crate::cursor::{EventId, Since};
 use crate::event::{Encoded, Event, Replay, Wire, event_json, sse_chunk, text_frame};
@@ -20,6 +22,8 @@ use crate::fanout::LinkState;
 use crate::hub::Hub;
 use crate::message::{self, Resume};
 use crate::session::{Session, Stage, State};
+
+pub(crate) use position::Position;
 
 /// Entries of one page of a replay. 256: a page is read again from the log's memory in well under
 /// a millisecond, and a slow client holds no more than this.
@@ -367,6 +371,24 @@ async fn confirmed(hub: &Hub, channels: &[Channel]) -> LinkState {
 
 /// One read, bounded in number over the node; `None` after a pause where the backplane cannot answer.
 async fn read(hub: &Hub, channels: Vec<(Channel, From)>) -> Option<Read> {
+    let read = if channels.iter().all(|(_, from)| *from == From::Here) {
+        // Only the position is wanted, which is everybody's.
+        hub.log_position.get(channels.len(), async || ask(hub, Vec::new()).await).await
+    } else {
+        ask(hub, channels).await
+    };
+    match read {
+        Ok(read) => Some(read),
+        Err(e) => {
+            tracing::debug!(error = %e, "history could not be read, trying again");
+            let pause = hub.dice.between(Duration::from_millis(50), Duration::from_millis(500));
+            tokio::time::sleep(pause).await;
+            None
+        }
+    }
+}
+
+async fn ask(hub: &Hub, channels: Vec<(Channel, From)>) -> Result<Read, Unavailable> {
     let _turn = hub.reads.acquire().await.expect("never closed");
     let ask = ReadAsk {
         channels,
@@ -376,14 +398,5 @@ async fn read(hub: &Hub, channels: Vec<(Channel, From)>) -> Option<Read> {
         // A page of a later subscribe waits beside live events.
         page_bytes: PAGE_BYTES.min(hub.config.session.outbox_bytes / 4),
     };
-    match hub.backplane.read(ask).await {
-        Ok(read) => Some(read),
-        Err(e) => {
-            tracing::debug!(error = %e, "history could not be read, trying again");
-            let pause = hub.dice.between(Duration::from_millis(50), Duration::from_millis(500));
-            drop(_turn);
-            tokio::time::sleep(pause).await;
-            None
-        }
-    }
+    hub.backplane.read(ask).await
 }

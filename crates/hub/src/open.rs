@@ -49,8 +49,11 @@ impl Open {
     pub fn delivered(&self, n: u64, newest: Option<EventId>) {
         self.hub.metrics.delivered(self.session.info.wire, n);
         if let Some(id) = newest {
-            let published = Duration::from_millis(id.ms);
-            self.hub.metrics.delivery_seconds(self.hub.clock.unix().saturating_sub(published).as_secs_f64());
+            let age = self.hub.clock.unix().saturating_sub(Duration::from_millis(id.ms));
+            // What is older than the session was replayed: nobody was late with it.
+            if age <= self.session.info.opened_at.elapsed() {
+                self.hub.metrics.delivery_seconds(age.as_secs_f64());
+            }
         }
     }
 
