@@ -123,3 +123,96 @@ async fn a_returning_client_is_told_from_a_new_one_by_what_its_cursor_could_be()
     }
     assert!(unborn.hub.may_be_returning(&at(0)), "while the birth is not known no cursor is too old");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_report_of_an_earlier_version_is_read_and_its_node_is_given_nobody() {
+    let testing = Testing::new(0);
+    let a = testing.node("a").await;
+    let earlier = r#"{"v":1,"sessions":7,"capacity":10,"phase":"serving","version":"1.2.2","boot":"x","started_at":1,"accept_rate":5.0}"#;
+    testing.log.node("z").report(earlier.to_owned(), Duration::from_secs(20)).await.unwrap();
+    refresh(&a.hub).await.unwrap();
+    let seen = a.hub.seen();
+    let z = &seen.nodes[1];
+    assert_eq!((&*z.node, &*z.version, z.n_sessions, z.phase), ("z", "1.2.2", 7, Some(Phase::Serving)));
+    assert_eq!((z.ready_for, z.is_lagging, z.n_refused, z.n_opened), (None, false, 0, 0));
+    assert_eq!(z.moved, crate::balance::Moved::default());
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_reads_of_another_knows_how_long_it_is_ready_and_what_it_did_lately() {
+    let testing = Testing::new(0);
+    let (a, b) = (testing.node("a").await, testing.node("b").await);
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    let mut open: Vec<_> = (0..5).map(|i| b.open(&i.to_string())).collect();
+    for reason in [CloseReason::Shed, CloseReason::Shed, CloseReason::Recycle, CloseReason::Drain] {
+        open.pop().unwrap().end(reason);
+    }
+    b.metrics.refused(RefusalCode::Overloaded);
+    b.metrics.refused(RefusalCode::AtCapacity);
+    b.metrics.refused(RefusalCode::TokenInvalid);
+    b.metrics.refused(RefusalCode::TooManyRequests);
+    refresh(&b.hub).await.unwrap();
+    refresh(&a.hub).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let seen = a.hub.seen();
+    let b_is = &seen.nodes[1];
+    assert_eq!(seen.nodes.iter().map(|node| &*node.node).collect::<Vec<_>>(), ["a", "b"]);
+    assert_eq!((b_is.n_sessions, b_is.n_opened, b_is.n_refused), (1, 5, 2));
+    assert_eq!((b_is.moved.shed, b_is.moved.recycled, b_is.moved.drained), (2, 1, 1));
+    assert_eq!((b_is.age, b_is.ready_for), (Duration::from_millis(500), Some(Duration::from_millis(60_500))));
+    // What it did is lately for five seconds.
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    refresh(&b.hub).await.unwrap();
+    refresh(&a.hub).await.unwrap();
+    assert_eq!((a.hub.seen().nodes[1].n_opened, a.hub.seen().nodes[1].moved.shed), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn readiness_is_what_the_probe_says_once_it_says_anything() {
+    let testing = Testing::new(0);
+    let a = testing.node("a").await;
+    let s = Duration::from_secs;
+    let fit = |is_ready, is_lagging| a.hub.set_fitness(Fitness { is_ready, is_lagging });
+    let seen = async || {
+        refresh(&a.hub).await.unwrap();
+        let own = a.hub.seen().nodes[0].clone();
+        (own.ready_for, own.is_lagging)
+    };
+    tokio::time::sleep(s(10)).await;
+    assert_eq!(seen().await, (Some(s(10)), false), "it serves, and nobody said more");
+    fit(true, true);
+    tokio::time::sleep(s(10)).await;
+    assert_eq!(seen().await, (Some(s(20)), true), "without a break");
+    fit(false, false);
+    assert_eq!(seen().await, (None, false));
+    tokio::time::sleep(s(10)).await;
+    fit(true, false);
+    tokio::time::sleep(s(3)).await;
+    fit(true, false);
+    assert_eq!(seen().await, (Some(s(3)), false));
+    a.hub.drain();
+    assert_eq!(seen().await.0, None, "who leaves is not ready");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_cannot_be_read_or_has_expired_is_counted_and_not_guessed() {
+    let testing = Testing::new(0);
+    let a = testing.node("a").await;
+    assert!(a.hub.seen().failing_since.is_none());
+    let foreign = testing.log.node("z");
+    foreign.report("gibberish".to_owned(), Duration::from_secs(20)).await.unwrap();
+    refresh(&a.hub).await.unwrap();
+    assert_eq!((a.hub.seen().nodes.len(), a.hub.seen().n_unreadable), (1, 1));
+    a.memory.set_reachable(false);
+    assert!(refresh(&a.hub).await.is_err());
+    let failing = a.hub.seen().failing_since.unwrap();
+    tokio::time::sleep(Duration::from_secs(25)).await;
+    let seen = a.hub.seen();
+    assert_eq!((seen.nodes.len(), seen.n_unreadable, seen.failing_since), (1, 0, Some(failing)));
+    assert!(seen.nodes[0].age >= Duration::from_secs(25), "its own report is as old as it was sent");
+    a.memory.set_reachable(true);
+    refresh(&a.hub).await.unwrap();
+    assert!(a.hub.seen().failing_since.is_some(), "for a moment it is remembered");
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(a.hub.seen().failing_since, None);
+}
