@@ -15,11 +15,12 @@ use edge::accept::{self, AcceptConfig, Tcp};
 use edge::admin::{AdminKey, AdminState};
 use edge::admit::{Gate, GateConfig};
 use edge::jwks::{FileFetcher, UrlFetcher};
-use edge::probes::{Link, ProbeConfig, Probes, Vitals};
+use edge::probes::{Link, ProbeConfig, Probes, Reason, Vitals};
 use hub::auth::{KeyError, KeyFetcher, KeyKeeper, RefreshConfig, Verifier};
 use hub::backplane::Backplane;
 use hub::clock::{Clock, Dice};
 use hub::departure;
+use hub::fleet::Fitness;
 use hub::hub::{Hub, Parts, Phase};
 use hub::limit::{AcceptBucket, AddressBuckets, Capacity};
 use hub::memory::{MemoryConfig, MemoryLog};
@@ -152,6 +153,8 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
     let api = edge::admin::router(node.admin_state(&config, console));
     tasks.spawn(accept::serve_api(doors.admin, api, tasks.clone(), doors_close.clone()));
 
+    node.hub.start();
+    node.hub.balance(settings::shed(&config));
     let ended = live(&node, redis.as_deref(), &mut stops).await;
     doors_close.cancel();
     node.hub.shut_down().await;
@@ -163,7 +166,6 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
 /// Waits for the backplane and for the token keys, serves, drains.
 async fn live(node: &Node, redis: Option<&RedisBackplane>, stops: &mut mpsc::Receiver<Stop>) -> Result<(), RunError> {
     let hub = &node.hub;
-    hub.start();
     let ready = async {
         if let Some(redis) = redis {
             redis.wait_ready().await?;
@@ -389,6 +391,7 @@ async fn gauge(gate: Arc<Gate>, redis: Redis, vitals: Arc<Vitals>) {
     loop {
         every.tick().await;
         steer(&gate, &vitals);
+        gate.hub.set_fitness(fitness(&vitals));
         gate.metrics.accept(gate.bucket.rate(), gate.bucket.tokens(tokio::time::Instant::now()));
         if let Some(keys) = gate.verifier.key_state() {
             gate.metrics.keys(keys.age.unwrap_or_default(), keys.failing_for.unwrap_or_default());
@@ -405,6 +408,12 @@ async fn gauge(gate: Arc<Gate>, redis: Redis, vitals: Arc<Vitals>) {
         }
         skipped = now;
     }
+}
+
+/// What the fleet may know of this node's own judgement.
+fn fitness(vitals: &Vitals) -> Fitness {
+    let readiness = vitals.readiness();
+    Fitness { is_ready: readiness.ready, is_lagging: readiness.reasons.contains(&Reason::Saturated) }
 }
 
 /// Moves the accept rate to what authentication bears (`GATEWAY_ACCEPT_MODE=adaptive`).

@@ -14,6 +14,7 @@ use edge::credential::{CredentialConfig, QueryToken};
 use edge::origin::OriginPolicy;
 use edge::reject::{RefuseModes, SseRefuse, WsRefuse};
 use hub::auth::{AuthConfig, KeySource, Secret, UserChannel};
+use hub::balance::BalanceConfig;
 use hub::departure::{DrainConfig, Window};
 use hub::fleet::FleetConfig;
 use hub::hub::HubConfig;
@@ -21,6 +22,7 @@ use hub::limit::Adaptive;
 use hub::message::Backoff;
 use hub::revocation::{RevocationConfig, WhenUnavailable};
 use hub::session::SessionConfig;
+use hub::shed::{ShedConfig, ShedMode};
 use redis_backplane::{RedisConfig, RevocationKeys};
 use tokio::time::Instant;
 
@@ -186,6 +188,24 @@ fn fleet(config: &Config) -> FleetConfig {
         report_every: config.fleet.report,
         ttl: config.fleet.ttl,
         max_sessions_per_user: config.session.max_per_user.and_then(NonZeroU32::new),
+    }
+}
+
+/// How sessions move to emptier nodes.
+pub fn shed(config: &Config) -> ShedConfig {
+    let shed = &config.shed;
+    ShedConfig {
+        mode: match shed.mode {
+            config::ShedMode::On => ShedMode::On,
+            config::ShedMode::Off => ShedMode::Off,
+            config::ShedMode::DryRun => ShedMode::DryRun,
+        },
+        balance: BalanceConfig {
+            tolerance: shed.tolerance,
+            fraction: shed.fraction,
+            interval: shed.interval,
+            report_every: config.fleet.report,
+        },
     }
 }
 
