@@ -167,11 +167,15 @@ impl Gate {
                 after,
             )
         })?;
+        let mut in_company = Duration::ZERO;
         let asked = async {
-            self.ask_revocations(&identity, deadline).instrument(step!("revocation")).await?;
+            let checked = self.revocations.check_by(&identity, deadline).instrument(step!("revocation")).await;
+            in_company = checked.in_company;
+            self.judge_revocation(checked.outcome)?;
             self.ask_plugins(&identity, wire, head, seen, deadline).instrument(step!("plugins")).await
         };
-        let admission = self.note_what_it_took(began, asked.await)?;
+        let asked = asked.await;
+        let admission = self.note_what_it_took(began, in_company, asked)?;
         let _open = step!("open").entered();
         self.hub.open(Newcomer {
             identity,
@@ -255,8 +259,8 @@ impl Gate {
         })
     }
 
-    async fn ask_revocations(&self, identity: &Identity, deadline: Instant) -> Result<(), Refusal> {
-        match self.revocations.check_by(identity, deadline).await {
+    fn judge_revocation(&self, outcome: CheckOutcome) -> Result<(), Refusal> {
+        match outcome {
             CheckOutcome::Good => Ok(()),
             CheckOutcome::Revoked => Err(Refusal::new(RefusalCode::TokenRevoked, "the token was revoked")),
             CheckOutcome::Unavailable if self.revocations.when_unavailable() == WhenUnavailable::Allow => Ok(()),
@@ -288,15 +292,21 @@ impl Gate {
         }
     }
 
-    /// What a signature, the list and the plugins took, for the histogram and for whatever steers by it.
-    fn note_what_it_took<T>(&self, began: Instant, outcome: Result<T, Refusal>) -> Result<T, Refusal> {
+    /// What a signature, the list and the plugins took, for the histogram; and for whatever steers by
+    /// it, less what was waited by choice.
+    fn note_what_it_took<T>(
+        &self,
+        began: Instant,
+        in_company: Duration,
+        outcome: Result<T, Refusal>,
+    ) -> Result<T, Refusal> {
         let took = began.elapsed();
         let was_answered = !matches!(&outcome, Err(refusal) if refusal.code == RefusalCode::AuthUnavailable);
         if was_answered {
             self.metrics.auth_seconds(took.as_secs_f64());
         }
         match &self.adaptive {
-            Some(adaptive) if was_answered => adaptive.admitted(took),
+            Some(adaptive) if was_answered => adaptive.admitted(took.saturating_sub(in_company)),
             Some(adaptive) => adaptive.failed(),
             None => {}
         }

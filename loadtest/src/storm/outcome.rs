@@ -32,7 +32,7 @@ pub fn judge(options: &Options, storm: &Storm) -> Report {
     let back = returns(options, storm, &mut sheet);
     flow(options, storm, &back, &mut sheet);
     server(options, storm, &mut sheet);
-    others(storm, &mut sheet);
+    others(options, storm, &mut sheet);
     sheet.finish()
 }
 
@@ -184,7 +184,7 @@ fn server(options: &Options, storm: &Storm, sheet: &mut Sheet) {
 }
 
 /// What the sessions that stayed felt, and what the probes said.
-fn others(storm: &Storm, sheet: &mut Sheet) {
+fn others(options: &Options, storm: &Storm, sheet: &mut Sheet) {
     let seen = &storm.seen;
     let ms = |histogram: &Histogram, part| histogram.quantile(part).map(|took| took.as_secs_f64() * 1e3);
     for (key, title, histogram, part) in [
@@ -208,7 +208,12 @@ fn others(storm: &Storm, sheet: &mut Sheet) {
         let unit = if s.is_some_and(f64::is_infinite) { "(beyond the last bucket)" } else { "ms" };
         sheet.figure(key, title, s.map(|s| s * 1e3), unit);
     }
-    sheet.promise("delivery in the storm to before, p99", ratio, Bound::AtMost(2.0), "times");
+    if options.open {
+        // Nothing holds such a storm off; it is there to show what it costs Redis.
+        sheet.figure("delivery_ratio", "delivery in the storm to before, p99", ratio, "times");
+    } else {
+        sheet.promise("delivery in the storm to before, p99", ratio, Bound::AtMost(2.0), "times");
+    }
     let got = seen.delivery();
     sheet.figure("events", "events for those that stayed", got.n_published, "");
     sheet.promise("events lost by those that stayed", Some(got.n_lost as f64), Bound::AtMost(0.0), "");
