@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::auth::Identity;
@@ -40,8 +40,8 @@ pub const MAX_WAITING: usize = 8_192;
 /// Most checks that share one question: up to three keys each, about 1 ms of one Redis.
 const MAX_BATCH: usize = 1_024;
 /// Where checks come faster than this, a second, a question waits for company. Below, it costs
-/// Redis less than the wait would cost the client. Two and a half times the accept rate by default.
-const STORM: f64 = 250.0;
+/// Redis less than the wait would cost the client. Five times the accept rate by default.
+const STORM: f64 = 500.0;
 /// Over at least so long that is counted.
 const STORM_WINDOW: Duration = Duration::from_millis(10);
 /// Company enough. 128 checks of three keys cost Redis a few hundred microseconds.
@@ -49,6 +49,8 @@ const COMPANY: usize = 128;
 /// No question waits longer for it than this after the one before began: an eighth of the time that
 /// an admission has. At 500 checks a second, 62 share one.
 const COMPANY_WAIT: Duration = Duration::from_millis(125);
+/// Nor longer than until nobody came for so long: those who wait may be all there are.
+const ALONE: Duration = Duration::from_millis(5);
 /// After a question that got no answer, so long nobody is asked.
 const REST: Duration = Duration::from_millis(200);
 /// Most revocations remembered, about 10 MiB. The oldest go first.
@@ -385,9 +387,15 @@ impl Pace {
 }
 
 async fn wait_for_company(batch: &mut Vec<Question>, asked: &mut mpsc::Receiver<Question>, until: Instant) {
-    while batch.len() < COMPANY {
-        let room = MAX_BATCH - batch.len();
-        if !matches!(timeout_at(until, asked.recv_many(batch, room)).await, Ok(1..)) {
+    while batch.len() < COMPANY && Instant::now() < until {
+        sleep_until(until.min(Instant::now() + ALONE)).await;
+        let n_before = batch.len();
+        while batch.len() < MAX_BATCH
+            && let Ok(question) = asked.try_recv()
+        {
+            batch.push(question);
+        }
+        if batch.len() == n_before {
             return;
         }
     }
