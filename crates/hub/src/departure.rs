@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use crate::balance::pick::IDLE;
 use crate::close::CloseReason;
 use crate::hub::{Hub, Phase};
-use crate::session::Session;
+use crate::session::{Session, SessionInfo};
 
 /// Which sessions.
 #[derive(Clone, Debug)]
@@ -152,6 +152,64 @@ pub async fn drain(hub: &Arc<Hub>) -> Drained {
         tracing::warn!(n_cut, "sessions that did not answer their close had to be cut");
     }
     Drained { n_sessions, n_cut }
+}
+
+impl Hub {
+    /// Asks sessions to leave: the i-th of n at `(i + U(0,1))·over/n`. Returns how many were asked.
+    pub fn depart(&self, departure: Departure) -> usize {
+        let leaving = self.all_sessions().into_iter().filter(|s| departure.who.is(&s.info)).collect();
+        // By chance, not by age: an order would send whole cohorts together.
+        self.spread(self.shuffled(leaving), departure.reason, departure.over)
+    }
+
+    /// As `depart`, of all sessions, for a drain that began at `began`: those who will notice it least first.
+    pub(crate) fn depart_for_drain(&self, began: Instant, over: Duration) -> usize {
+        let now = Instant::now();
+        let mut leaving = self.shuffled(self.all_sessions());
+        leaving.sort_by_cached_key(|session| DrainTurn::of(session, began, now));
+        self.spread(leaving, CloseReason::Drain, over)
+    }
+
+    fn shuffled(&self, mut sessions: Vec<Arc<Session>>) -> Vec<Arc<Session>> {
+        for i in (1..sessions.len()).rev() {
+            sessions.swap(i, (self.dice.bits() % (i as u64 + 1)) as usize);
+        }
+        sessions
+    }
+
+    /// In this order, each in its part of the time: absolute, so that nothing drifts.
+    fn spread(&self, leaving: Vec<Arc<Session>>, reason: CloseReason, over: Duration) -> usize {
+        let now = Instant::now();
+        let slot = over.div_f64(leaving.len().max(1) as f64);
+        let mut asked = 0;
+        for (i, session) in leaving.iter().enumerate() {
+            let at = now + slot.mul_f64(i as f64 + self.dice.unit());
+            if session.lock().ask_to_leave(at, reason) {
+                asked += 1;
+                self.arm(session);
+            }
+        }
+        asked
+    }
+
+    /// Drops the sockets of all that are still here; returns how many.
+    pub(crate) fn cut_all(&self) -> usize {
+        let left = self.all_sessions();
+        for session in &left {
+            session.cut(CloseReason::Drain);
+        }
+        left.len()
+    }
+}
+
+impl Who {
+    pub(crate) fn is(&self, session: &SessionInfo) -> bool {
+        match self {
+            Who::All => true,
+            Who::User(user) => session.identity.user.as_ref() == Some(user),
+            Who::Session(id) => session.id == *id,
+        }
+    }
 }
 
 /// The window, by what is known of the other nodes; waits for nobody.

@@ -190,13 +190,15 @@ impl Shedder {
     fn tell(&mut self, now: Instant, orders: &Orders) {
         let reasons = orders.state.reasons();
         self.hub.metrics.shed_suspended(reasons);
-        let budget = orders.plan.budget;
+        let bound = orders.plan.budget.bound.word();
+        // Never the zero below zero: it would be shown.
+        let budget = orders.plan.budget.per_second.max(0.0) + 0.0;
         *self.hub.shed.lock() = ShedView {
             mode: self.mode.word(),
             state: orders.state.word(),
             suspended: reasons.iter().map(|reason| reason.word()).collect(),
-            budget: budget.per_second,
-            bound: budget.bound.word(),
+            budget,
+            bound,
             shed_total: self.n_moved,
         };
         if orders.warning != self.warned {
@@ -213,8 +215,8 @@ impl Shedder {
                 mode = self.mode.word(),
                 state = orders.state.word(),
                 suspended,
-                budget = budget.per_second,
-                bound = budget.bound.word(),
+                budget,
+                bound,
                 cv = orders.plan.cv,
                 moved = self.n_moved,
                 "moving sessions to emptier nodes"

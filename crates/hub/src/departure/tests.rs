@@ -178,3 +178,19 @@ async fn who_does_not_answer_is_cut_at_the_deadline_and_counted() {
     assert_eq!((drained.n_sessions, drained.n_cut), (20, 10));
     assert!(began.elapsed() >= s(30) && began.elapsed() < s(31), "{:?}", began.elapsed());
 }
+
+#[tokio::test(start_paused = true)]
+async fn while_another_node_drains_recycling_waits_as_long_as_it_may() {
+    let testing = Testing::new(0);
+    let a = testing.node_like("a", |config| config.max_age = Some((s(60), s(60)))).await;
+    let b = testing.node_like("b", |_| {}).await;
+    let opened = Instant::now();
+    let sessions = (0..20).map(|i| a.open(&i.to_string())).collect();
+    tokio::time::sleep(s(50)).await;
+    b.hub.drain();
+    for (at, reason) in ends(sessions).await {
+        let age = at - opened;
+        assert_eq!(reason, CloseReason::Recycle);
+        assert!(age >= s(119) && age <= s(60) + s(90) + Duration::from_millis(200), "{age:?}");
+    }
+}
