@@ -1,12 +1,15 @@
 //! How sessions and the process itself end, seen from outside: the real binary, real signals, raw
-//! clients. `drain` (signals and the API), `endings` (every reason with its words), `books` (what
-//! is counted is what is there).
+//! clients. `drain` (signals and the API), `recycle` (ages), `shed` (moves to a node with room),
+//! `endings` (every other reason with its words), `books` (what is counted is what is there).
 //!
-//! Reasons that no mechanism of this build gives (`shed`, `overload`, `replaced`) have no test here.
+//! A reason that no mechanism of this build gives (`overload`) has no test here; `replaced` is a
+//! fleet's, with admission.
 
 mod books;
 mod drain;
 mod endings;
+mod recycle;
+mod shed;
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -1,0 +1,56 @@
+//! Sessions whose age is over, with ages of seconds: many that came at once, and one that is busy.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde_json::json;
+use testkit::gateway::GatewayProcess;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use crate::{claims, closed, options, sse, sse_end, ws, ws_end};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_crowd_that_came_at_once_is_moved_over_all_of_its_ages() {
+    const N: usize = 600;
+    let gateway =
+        GatewayProcess::start(options().env("GATEWAY_MAX_AGE_MIN", "4s").env("GATEWAY_MAX_AGE_MAX", "12s")).await;
+    let mut ages = JoinSet::new();
+    for i in 0..N {
+        let claims = claims(&format!("u{i}"));
+        let opened = Instant::now();
+        if i % 2 == 0 {
+            let client = ws(&gateway, &claims).await;
+            ages.spawn(async move { (opened, ws_end(client).await) });
+        } else {
+            let client = sse(&gateway, &claims).await;
+            ages.spawn(async move { (opened, sse_end(client).await) });
+        }
+    }
+    let mut seconds = BTreeMap::<u64, usize>::new();
+    for (opened, end) in ages.join_all().await {
+        assert_eq!(end.words(), ("recycle", 1012, "after"));
+        assert!(end.bye["after_ms"].as_u64().unwrap() <= 5_000, "{}", end.bye);
+        *seconds.entry((end.at - opened).as_secs()).or_default() += 1;
+    }
+    // A tenth of the minimum to the maximum; an even share is by the mean age.
+    assert!(seconds.keys().all(|second| *second < 14), "{seconds:?}");
+    assert!((0..11).all(|second| seconds.contains_key(&second)), "{seconds:?}");
+    assert!(seconds.values().all(|n| *n < 2 * N / 8), "{seconds:?}");
+    gateway.until_metric(&closed("recycle"), N as f64).await;
+}
+
+#[tokio::test]
+async fn a_busy_session_is_left_alone_until_it_is_not() {
+    let gateway =
+        GatewayProcess::start(options().env("GATEWAY_MAX_AGE_MIN", "1s").env("GATEWAY_MAX_AGE_MAX", "1500ms")).await;
+    let opened = Instant::now();
+    let mut busy = ws(&gateway, &claims("busy")).await;
+    busy.send_json(&json!({"type": "busy", "for_ms": 4_000})).await;
+    let end = ws_end(ws(&gateway, &claims("not busy")).await).await;
+    assert!(end.at - opened < Duration::from_millis(3_500), "{:?}", end.at - opened);
+    let end = ws_end(busy).await;
+    assert_eq!(end.words(), ("recycle", 1012, "after"));
+    let age = end.at - opened;
+    assert!(age >= Duration::from_secs(4) && age < Duration::from_secs(7), "{age:?}");
+}
