@@ -40,17 +40,24 @@ pub const MAX_WAITING: usize = 8_192;
 /// Most checks that share one question: up to three keys each, about 1 ms of one Redis.
 const MAX_BATCH: usize = 1_024;
 /// Where checks come faster than this, a second, a question waits for company. Below, it costs
-/// Redis less than the wait would cost the client. Five times the accept rate by default.
-const STORM: f64 = 500.0;
-/// Over at least so long that is counted.
+/// Redis less than the wait would cost the client. Twice the accept rate by default.
+const STORM: f64 = 200.0;
+/// Over at least so long that is counted; and over at least so long until one is over, for on a busy
+/// machine it comes in gusts.
 const STORM_WINDOW: Duration = Duration::from_millis(10);
-/// Company enough. 128 checks of three keys cost Redis a few hundred microseconds.
-const COMPANY: usize = 128;
+const LULL_WINDOW: Duration = Duration::from_millis(100);
+/// Company enough: 160 checks of three keys cost Redis a few hundred microseconds.
+const COMPANY: usize = 160;
 /// No question waits longer for it than this after the one before began: an eighth of the time that
-/// an admission has. At 500 checks a second, 62 share one.
+/// an admission has.
 const COMPANY_WAIT: Duration = Duration::from_millis(125);
-/// Nor longer than until nobody came for so long: those who wait may be all there are.
-const ALONE: Duration = Duration::from_millis(5);
+/// Nor longer than until so many looks in a row found nobody: those who wait are all there are.
+/// Looks and not time, for on a busy machine the looks come late as well as the newcomers.
+const ALONE: u32 = 12;
+/// So long nobody waits for more than there were then.
+const KNOWN: Duration = Duration::from_millis(500);
+/// So often it is looked.
+const LOOK: Duration = Duration::from_millis(2);
 /// After a question that got no answer, so long nobody is asked.
 const REST: Duration = Duration::from_millis(200);
 /// Most revocations remembered, about 10 MiB. The oldest go first.
@@ -340,7 +347,7 @@ async fn ask_in_batches(list: Arc<List>, mut asked: mpsc::Receiver<Question>) {
         }
         let waits_from = Instant::now();
         if pace.is_storm {
-            wait_for_company(&mut batch, &mut asked, pace.began + COMPANY_WAIT).await;
+            pace.wait_for_company(&mut batch, &mut asked).await;
         }
         let waited = waits_from..Instant::now();
         batch.retain(|question: &Question| !question.answer.is_closed());
@@ -366,12 +373,38 @@ struct Pace {
     /// Checks since then.
     window: (Instant, usize),
     is_storm: bool,
+    /// For how many is waited, until when that is known.
+    company: (usize, Instant),
     rests_until: Option<Instant>,
 }
 
 impl Pace {
     fn new(now: Instant) -> Self {
-        Self { began: now, window: (now, 0), is_storm: false, rests_until: None }
+        Self { began: now, window: (now, 0), is_storm: false, company: (COMPANY, now), rests_until: None }
+    }
+
+    async fn wait_for_company(&mut self, batch: &mut Vec<Question>, asked: &mut mpsc::Receiver<Question>) {
+        let until = self.began + COMPANY_WAIT;
+        let (mut now, mut n_in_vain) = (Instant::now(), 0);
+        if now >= self.company.1 {
+            self.company.0 = COMPANY;
+        }
+        while batch.len() < self.company.0 && now < until {
+            if n_in_vain == ALONE {
+                // A little fewer: not all of them come at the same moment again.
+                self.company = (batch.len() * 7 / 8, now + KNOWN);
+                return;
+            }
+            sleep_until(until.min(now + LOOK)).await;
+            now = Instant::now();
+            let n_before = batch.len();
+            while batch.len() < MAX_BATCH
+                && let Ok(question) = asked.try_recv()
+            {
+                batch.push(question);
+            }
+            n_in_vain = if batch.len() > n_before { 0 } else { n_in_vain + 1 };
+        }
     }
 
     /// A question of `n` checks is asked now.
@@ -379,24 +412,9 @@ impl Pace {
         self.began = now;
         self.window.1 += n;
         let (since, n) = self.window;
-        if now - since >= STORM_WINDOW {
+        if now - since >= if self.is_storm { LULL_WINDOW } else { STORM_WINDOW } {
             self.is_storm = n as f64 > STORM * (now - since).as_secs_f64();
             self.window = (now, 0);
-        }
-    }
-}
-
-async fn wait_for_company(batch: &mut Vec<Question>, asked: &mut mpsc::Receiver<Question>, until: Instant) {
-    while batch.len() < COMPANY && Instant::now() < until {
-        sleep_until(until.min(Instant::now() + ALONE)).await;
-        let n_before = batch.len();
-        while batch.len() < MAX_BATCH
-            && let Ok(question) = asked.try_recv()
-        {
-            batch.push(question);
-        }
-        if batch.len() == n_before {
-            return;
         }
     }
 }
