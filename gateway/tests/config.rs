@@ -184,7 +184,7 @@ fn an_admin_api_that_is_not_there_is_exit_code_69() {
         &["publish", "news", "1"][..],
         &["revoke", "--jti", "a"],
         &["fleet"],
-        &["hold", "--for", "1m", "--reason", "x"],
+        &["hold", "1m", "--reason", "x"],
         &["release"],
         &["drain"],
     ] {
