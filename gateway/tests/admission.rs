@@ -5,6 +5,8 @@
 //! from which page · `channels` what may be heard · `redis` a revocation list that is late or away ·
 //! `fleet` what nodes decide together · `holds` how they are kept from moving anybody · `storms` what a crowd costs · `secrets` what never reaches a log · `admin` the back ends' API and the command line.
 
+use std::io::Write;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -106,6 +108,21 @@ fn code_of(refused: &Response) -> String {
 
 fn refused(status: u16, code: &str) -> (u16, String) {
     (status, code.to_owned())
+}
+
+/// What OpenSSL makes of it: keys that this project did not make itself.
+fn openssl(args: &[&str], input: &str) -> String {
+    let mut child = Command::new("openssl")
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("openssl is installed");
+    child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("it reads");
+    let output = child.wait_with_output().expect("it ends");
+    assert!(output.status.success(), "openssl {args:?}");
+    String::from_utf8(output.stdout).expect("PEM is text")
 }
 
 /// A request's head as bytes.

@@ -4,8 +4,7 @@
 //!
 //! Checks that arrive while one question is under way share the next: one in flight a node, so an
 //! idle node asks at once and a busy one asks in large batches. Where checks come by the hundred a
-//! second, a question also waits a moment for company. A key that several wait for is
-//! asked once.
+//! second, a question also waits a moment for company. A key that several wait for is asked once.
 //!
 //! While the list cannot be read, one question at a time finds out whether it can be again;
 //! whoever comes in between is told so at once, instead of waiting for the same deadline.
@@ -370,7 +369,7 @@ async fn ask_in_batches(list: Arc<List>, mut asked: mpsc::Receiver<Question>) {
 struct Pace {
     /// When the last question was asked.
     began: Instant,
-    /// Checks since then.
+    /// Since when checks are counted, and how many came.
     window: (Instant, usize),
     is_storm: bool,
     /// For how many is waited, until when that is known.

@@ -111,7 +111,7 @@ impl Schema {
         self.call::<Option<String>>(&schema).await?;
         let mut prepared = Prepared { loaded: false, revision: 0 };
         for library in &LIBRARIES {
-            let found = self.library(library).await?;
+            let found = self.ensure(library).await?;
             prepared.loaded |= found.loaded;
             prepared.revision = prepared.revision.max(found.revision);
         }
@@ -134,7 +134,7 @@ impl Schema {
         }
     }
 
-    async fn library(&self, library: &Library) -> Result<Prepared, StartError> {
+    async fn ensure(&self, library: &Library) -> Result<Prepared, StartError> {
         let mut loaded = false;
         let mut patience = LOCK.as_millis() / 100;
         loop {

@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -18,7 +17,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use super::{SOON, bearer, now, options, refused, try_ws, with_token};
+use super::{SOON, bearer, now, openssl, options, refused, try_ws, with_token};
 
 /// The least time between two fetches of a URL.
 const COOL_DOWN: Duration = Duration::from_secs(10);
@@ -50,21 +49,6 @@ impl Key {
         let claims = json!({"sub": "42", "exp": now() + 3600});
         mint_with_kid(Algorithm::EdDSA, self.private.as_bytes(), kid, &claims).expect("a key of OpenSSL's is good")
     }
-}
-
-fn openssl(args: &[&str], input: &str) -> String {
-    use std::io::Write;
-    let mut child = Command::new("openssl")
-        .args(args)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .expect("openssl is installed");
-    child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("it reads");
-    let output = child.wait_with_output().expect("it ends");
-    assert!(output.status.success(), "openssl {args:?}");
-    String::from_utf8(output.stdout).expect("PEM is text")
 }
 
 fn set(keys: &[&Key]) -> String {

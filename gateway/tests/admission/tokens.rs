@@ -1,33 +1,16 @@
 //! Who somebody is: algorithms, claims, precedence, forgeries.
 
-use std::process::{Command, Stdio};
-
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use serde_json::{Value, json};
 use testkit::gateway::{GatewayProcess, JWT_SECRET};
 use tokio::net::TcpListener;
 
-use super::{bearer, now, options, outcome, refused, revoke, token, try_ws, with_token};
+use super::{bearer, now, openssl, options, outcome, refused, revoke, token, try_ws, with_token};
 
 /// A key pair in PEM, made by OpenSSL so that both sides are not ours.
 struct Pair {
     private: String,
     public: String,
-}
-
-fn openssl(args: &[&str], input: &str) -> String {
-    use std::io::Write;
-    let mut child = Command::new("openssl")
-        .args(args)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .expect("openssl is installed");
-    child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("it reads");
-    let output = child.wait_with_output().expect("it ends");
-    assert!(output.status.success(), "openssl {args:?}");
-    String::from_utf8(output.stdout).expect("PEM is text")
 }
 
 fn pair(algorithm: &[&str]) -> Pair {
