@@ -29,6 +29,7 @@ use hub::revocation::Revocations;
 use hub::telemetry::{Metrics, RedisLink};
 use redis_backplane::{ConfigError, RedisBackplane, StartError};
 use tokio::net::TcpListener;
+use tokio::runtime::{Handle, Runtime};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -147,8 +148,12 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
         head_timeout: config.admission.head_timeout,
         close_timeout: config.session.close_timeout,
     };
-    let public = Tcp::new(doors.public, user_timeout);
-    tasks.spawn(accept::serve(public, node.gate.clone(), accept, tasks.clone(), doors_close.clone()));
+    let door = Door::open(config.node.workers)?;
+    let public = door.incoming(doors.public, user_timeout)?;
+    let serving =
+        accept::serve(public, node.gate.clone(), accept, Handle::current(), tasks.clone(), doors_close.clone());
+    tasks.spawn_on(serving, door.runtime());
+    tasks.spawn_on(doors_close.clone().run_until_cancelled_owned(vitals.clone().run_door_heartbeat()), door.runtime());
     let console = console(&addresses, console_token.as_deref().unwrap_or_default());
     let api = edge::admin::router(node.admin_state(&config, console));
     tasks.spawn(accept::serve_api(doors.admin, api, tasks.clone(), doors_close.clone()));
@@ -161,6 +166,39 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
     vitals.set_phase(node.hub.phase());
     probes.stop();
     ended
+}
+
+/// The runtime of those who are not in yet: a storm of them takes turns from each other, and from
+/// the sessions only what the kernel's fair share gives it.
+struct Door(Option<Runtime>);
+
+impl Door {
+    /// Half as many threads as the main runtime has.
+    fn open(workers: usize) -> io::Result<Self> {
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        runtime.worker_threads((workers / 2).max(1)).thread_name("tidegate-door").enable_all();
+        Ok(Self(Some(runtime.build()?)))
+    }
+
+    fn runtime(&self) -> &Handle {
+        self.0.as_ref().expect("there until it is dropped").handle()
+    }
+
+    /// Moves the listener here.
+    fn incoming(&self, listener: TcpListener, user_timeout: Duration) -> io::Result<Tcp> {
+        let listener = listener.into_std()?;
+        let _here = self.runtime().enter();
+        Tcp::new(listener, user_timeout)
+    }
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        // Waiting for its threads would block the thread of a task.
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
 }
 
 /// Waits for the backplane and for the token keys, serves, drains.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use serde_json::json;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
@@ -46,6 +46,9 @@ pub struct Options {
     /// Handshakes at a time; may be repeated
     #[arg(long, default_values_t = [64, 512])]
     concurrency: Vec<usize>,
+    /// Rounds of this kind alone, for a profiler; nothing is compared then
+    #[arg(long, value_enum)]
+    only: Option<Kind>,
     /// Ask for no channel: the handshake alone, without a subscription
     #[arg(long)]
     bare: bool,
@@ -55,12 +58,13 @@ pub struct Options {
 }
 
 /// As whom a round connects.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Kind {
+    /// Without a token
     Anonymous,
-    /// Every handshake with a token of its own.
+    /// Every handshake with a token of its own
     Distinct,
-    /// All with the same token.
+    /// All with the same token
     Repeated,
 }
 
@@ -136,7 +140,8 @@ pub async fn run(options: Options) -> Result<Report, String> {
     for concurrency in &options.concurrency {
         let mut costs = [Cost::default(); KINDS.len()];
         for n in 1..=options.rounds {
-            for (kind, cost) in KINDS.into_iter().zip(&mut costs) {
+            let wanted = |(kind, _): &(Kind, _)| options.only.is_none_or(|only| only == *kind);
+            for (kind, cost) in KINDS.into_iter().zip(&mut costs).filter(wanted) {
                 cost.add(round(&options, kind, n, *concurrency, channel, &gateway, &redis).await?);
             }
         }

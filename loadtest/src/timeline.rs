@@ -38,10 +38,14 @@ impl Timeline {
         ends.into_iter().find(|end| wanted > 0.0 && f64::from(self.before(*end)) >= wanted)
     }
 
+    /// Counts of the bins that lie wholly before `until`.
+    pub fn bins(&self, until: Duration) -> Vec<u32> {
+        self.0[..n_bins(until)].iter().map(|bin| bin.load(Ordering::Relaxed)).collect()
+    }
+
     /// Counts of all windows of so many seconds that lie wholly before `until`, a bin apart.
     pub fn windows(&self, n_seconds: usize, until: Duration) -> Vec<u32> {
-        let n = n_bins(until);
-        let bins: Vec<u32> = self.0[..n].iter().map(|bin| bin.load(Ordering::Relaxed)).collect();
+        let bins = self.bins(until);
         bins.windows(n_seconds * PER_SECOND).map(|some| some.iter().sum()).collect()
     }
 

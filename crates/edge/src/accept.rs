@@ -23,6 +23,7 @@ use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
@@ -64,6 +65,15 @@ pub trait Incoming: Send + 'static {
     /// # Cancel safety
     /// No client is lost.
     fn accept(&mut self) -> impl Future<Output = io::Result<(Self::Socket, SocketAddr)>> + Send;
+
+    /// Moves a client's stream to another runtime, `to`, whose threads then wait for it.
+    ///
+    /// # Errors
+    /// The system's: the client is lost.
+    fn moved(socket: Self::Socket, to: &Handle) -> io::Result<Self::Socket> {
+        let _ = to;
+        Ok(socket)
+    }
 }
 
 /// A listening TCP socket with the options that streams need.
@@ -75,9 +85,14 @@ pub struct Tcp {
 }
 
 impl Tcp {
-    /// `user_timeout`: heartbeat timeout and write timeout together are a good value.
-    pub fn new(listener: TcpListener, user_timeout: Duration) -> Self {
-        Self { listener, user_timeout }
+    /// Belongs to the runtime in whose context this is called. `user_timeout`: heartbeat timeout and
+    /// write timeout together are a good value.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn new(listener: std::net::TcpListener, user_timeout: Duration) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener: TcpListener::from_std(listener)?, user_timeout })
     }
 }
 
@@ -92,17 +107,27 @@ impl Incoming for Tcp {
         let _ = socket2::SockRef::from(&socket).set_tcp_user_timeout(Some(self.user_timeout));
         Ok((socket, peer))
     }
+
+    fn moved(socket: TcpStream, to: &Handle) -> io::Result<TcpStream> {
+        let socket = socket.into_std()?;
+        let _there = to.enter();
+        TcpStream::from_std(socket)
+    }
 }
 
-/// Accepts until `stop`. Connections are tasks of `tasks`.
+/// Accepts until `stop`, on the runtime that runs this. Who is admitted moves to the runtime
+/// `inside`: so a storm at the door takes its turn from nobody who is in. Connections are tasks of
+/// `tasks`, here and there.
 pub async fn serve<I: Incoming>(
     mut incoming: I,
     gate: Arc<Gate>,
     config: AcceptConfig,
+    inside: Handle,
     tasks: TaskTracker,
     stop: CancellationToken,
 ) {
     let heads = Arc::new(Heads::new(config.handshakes));
+    let inside = Inside { runtime: inside, tasks: tasks.clone() };
     loop {
         let accepted = tokio::select! {
             accepted = incoming.accept() => accepted,
@@ -111,7 +136,7 @@ pub async fn serve<I: Incoming>(
         match accepted {
             Ok((socket, peer)) => match heads.enter() {
                 Some(in_flight) => {
-                    let task = connection(socket, peer, gate.clone(), in_flight, config, tasks.clone());
+                    let task = connection::<I>(socket, peer, gate.clone(), in_flight, config, inside.clone());
                     tasks.spawn(task);
                 }
                 None => {
@@ -175,13 +200,20 @@ async fn turn_away<S: AsyncWrite + Unpin>(mut socket: S, gate: Arc<Gate>) {
     .await;
 }
 
-async fn connection<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
-    socket: S,
+/// Where sessions are driven.
+#[derive(Clone)]
+struct Inside {
+    runtime: Handle,
+    tasks: TaskTracker,
+}
+
+async fn connection<I: Incoming>(
+    socket: I::Socket,
     peer: SocketAddr,
     gate: Arc<Gate>,
     in_flight: InFlight,
     config: AcceptConfig,
-    tasks: TaskTracker,
+    inside: Inside,
 ) {
     let (hand_over, handed_over) = oneshot::channel();
     let desk = Arc::new(Mutex::new(Desk { hand_over: Some(hand_over), refused: None }));
@@ -236,7 +268,13 @@ async fn connection<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     match bare {
         Answer::Stream(opened) => {
             // A fresh small task: this one has hyper's size.
-            tasks.spawn(Driver::new(socket, opened.open, opened.head, &early, in_flight));
+            match I::moved(socket, &inside.runtime) {
+                Ok(socket) => {
+                    let driver = Driver::new(socket, opened.open, opened.head, &early, in_flight);
+                    inside.tasks.spawn_on(driver, &inside.runtime);
+                }
+                Err(error) => tracing::warn!(%error, "an admitted client is lost: its socket cannot be moved"),
+            }
         }
         Answer::Say(bytes, _) => {
             say_and_end(socket, &bytes, config.close_timeout, || note_refused(&gate, &desk)).await;

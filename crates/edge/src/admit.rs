@@ -276,6 +276,9 @@ impl Gate {
         seen: &Seen,
         deadline: Instant,
     ) -> Result<Admission, Refusal> {
+        if self.plugins.is_empty() {
+            return Ok(Admission::default());
+        }
         let ask = Ask {
             wire,
             path: redacted_path(&head.uri),

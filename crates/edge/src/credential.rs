@@ -259,12 +259,11 @@ pub fn redacted_path(uri: &Uri) -> String {
 /// Rather too much than too little: encodings of encodings are undone, and some software takes `;`
 /// for `&`.
 fn is_secret(pair: &str) -> bool {
-    let mut plain = percent_decoded(pair).into_owned();
-    for _ in 0..3 {
-        plain = percent_decoded(&String::from_utf8_lossy(&plain)).into_owned();
+    let mut plain = pair.to_ascii_lowercase();
+    for _ in 0..4 {
+        let Cow::Owned(decoded) = percent_decoded(&plain) else { break };
+        plain = String::from_utf8_lossy(&decoded).to_ascii_lowercase();
     }
-    plain.make_ascii_lowercase();
-    let plain = String::from_utf8_lossy(&plain);
     // "eyJ" is how base64 of `{"` begins, and so every JWT.
     plain.contains(QUERY_TOKEN)
         || plain.split(['=', ';', ' ', ',']).any(|part| part.starts_with("eyj") && part.contains('.'))

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
+use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -136,6 +137,8 @@ pub struct Hub {
     pub(crate) shed: Shedding,
     pub(crate) reads: Semaphore,
     pub(crate) log_position: attach::Position,
+    /// Where sessions are driven and their tasks run.
+    runtime: Handle,
     pub(crate) tasks: TaskTracker,
     pub(crate) stop: CancellationToken,
     sessions: [Mutex<HashMap<Arc<str>, Arc<Session>>>; N_SHARDS],
@@ -155,7 +158,11 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// A hub in phase `Starting`; `start` sets it going.
+    /// A hub in phase `Starting`; `start` sets it going. Its sessions live on the runtime in whose
+    /// context this is called.
+    ///
+    /// # Panics
+    /// Outside a tokio runtime.
     pub fn new(parts: Parts) -> Arc<Self> {
         parts.metrics.phase(Phase::Starting);
         parts.plugins.count_in(&parts.metrics);
@@ -169,6 +176,7 @@ impl Hub {
             shed: Shedding::default(),
             reads: Semaphore::new(MAX_READS),
             log_position: attach::Position::default(),
+            runtime: Handle::current(),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
             sessions: Default::default(),
@@ -339,7 +347,9 @@ impl Hub {
                 self.join_channel(&open.session, channel, None);
             }
             let replay = tracing::debug_span!(target: "tidegate::trace", "replay");
-            self.tasks.spawn(attach::open(self.clone(), open.session.clone(), newcomer.since).instrument(replay));
+            // Admission may run elsewhere: what a session needs runs where sessions do.
+            let attach = attach::open(self.clone(), open.session.clone(), newcomer.since).instrument(replay);
+            self.tasks.spawn_on(attach, &self.runtime);
         }
         // What was revoked between the check and here has found no session to end.
         if self.revocations.is_seen(&open.session.info.identity) {

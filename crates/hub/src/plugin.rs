@@ -149,6 +149,11 @@ impl Plugins {
         self
     }
 
+    /// Is there none?
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
     /// Each of them.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Plugin>> {
         self.list.iter()

@@ -41,18 +41,23 @@ const MAX_BATCH: usize = 1_024;
 /// Where checks come faster than this, a second, a question waits for company. Below, it costs
 /// Redis less than the wait would cost the client. Twice the accept rate by default.
 const STORM: f64 = 200.0;
-/// Over at least so long that is counted; and over at least so long until one is over, for on a busy
-/// machine it comes in gusts.
+/// Over at least so long that is counted.
 const STORM_WINDOW: Duration = Duration::from_millis(10);
-const LULL_WINDOW: Duration = Duration::from_millis(100);
-/// Company enough: 160 checks of three keys cost Redis a few hundred microseconds.
-const COMPANY: usize = 160;
-/// No question waits longer for it than this after the one before began: an eighth of the time that
+/// A storm is over when over so long they came slower than this: a little slower than what began it,
+/// for on a busy machine they come in gusts.
+const LULL: f64 = 150.0;
+const LULL_WINDOW: Duration = Duration::from_millis(250);
+/// Company enough: 256 checks of three keys cost Redis less than a millisecond.
+const COMPANY: usize = 256;
+/// No question waits longer for it than this after the one before began: a seventh of the time that
 /// an admission has.
-const COMPANY_WAIT: Duration = Duration::from_millis(125);
+const COMPANY_WAIT: Duration = Duration::from_millis(150);
 /// Nor longer than until so many looks in a row found nobody: those who wait are all there are.
 /// Looks and not time, for on a busy machine the looks come late as well as the newcomers.
 const ALONE: u32 = 12;
+/// For fewer than this, looks are made until `COMPANY_WAIT` is over: a pause between two gusts is
+/// more likely than that those are all. (Were they all, they came too slowly for a storm.)
+const FEW: usize = 16;
 /// So long nobody waits for more than there were then.
 const KNOWN: Duration = Duration::from_millis(500);
 /// So often it is looked.
@@ -341,7 +346,7 @@ async fn ask_in_batches(list: Arc<List>, mut asked: mpsc::Receiver<Question>) {
     let mut pace = Pace::new(Instant::now());
     while asked.recv_many(&mut batch, MAX_BATCH).await > 0 {
         if pace.rests_until.is_some_and(|until| Instant::now() < until) {
-            answer(&mut batch, None, &HashMap::new(), None);
+            answer(&mut batch, None, None);
             continue;
         }
         let waits_from = Instant::now();
@@ -350,19 +355,26 @@ async fn ask_in_batches(list: Arc<List>, mut asked: mpsc::Receiver<Question>) {
         }
         let waited = waits_from..Instant::now();
         batch.retain(|question: &Question| !question.answer.is_closed());
-        let mut places = HashMap::new();
-        let mut keys = Vec::new();
-        for key in batch.iter().flat_map(|question| &question.keys) {
-            places.entry(key.clone()).or_insert_with(|| {
-                keys.push(key.clone());
-                keys.len() - 1
-            });
-        }
+        let (keys, places) = without_repeats(&batch);
         pace.begin(batch.len(), Instant::now());
         let answers = list.read(keys).await.ok();
         pace.rests_until = answers.is_none().then(|| Instant::now() + REST);
-        answer(&mut batch, answers.as_deref(), &places, Some(&waited));
+        answer(&mut batch, answers.map(|answers| (answers, places)), Some(&waited));
     }
+}
+
+/// The batch's keys, each once, and for all its questions' keys in their order where it stands.
+fn without_repeats(batch: &[Question]) -> (Vec<RevocationKey>, Vec<usize>) {
+    let n_keys = batch.iter().map(|question| question.keys.len()).sum();
+    let (mut keys, mut places) = (Vec::with_capacity(n_keys), Vec::with_capacity(n_keys));
+    let mut known = HashMap::with_capacity(n_keys);
+    for key in batch.iter().flat_map(|question| &question.keys) {
+        places.push(*known.entry(key).or_insert_with(|| {
+            keys.push(key.clone());
+            keys.len() - 1
+        }));
+    }
+    (keys, places)
 }
 
 /// How fast checks come, and whether asking makes sense.
@@ -389,7 +401,7 @@ impl Pace {
             self.company.0 = COMPANY;
         }
         while batch.len() < self.company.0 && now < until {
-            if n_in_vain == ALONE {
+            if n_in_vain >= ALONE && batch.len() >= FEW {
                 // A little fewer: not all of them come at the same moment again.
                 self.company = (batch.len() * 7 / 8, now + KNOWN);
                 return;
@@ -411,22 +423,22 @@ impl Pace {
         self.began = now;
         self.window.1 += n;
         let (since, n) = self.window;
-        if now - since >= if self.is_storm { LULL_WINDOW } else { STORM_WINDOW } {
-            self.is_storm = n as f64 > STORM * (now - since).as_secs_f64();
+        let (least, rate) = if self.is_storm { (LULL_WINDOW, LULL) } else { (STORM_WINDOW, STORM) };
+        if now - since >= least {
+            self.is_storm = n as f64 > rate * (now - since).as_secs_f64();
             self.window = (now, 0);
         }
     }
 }
 
-/// `waited`: while the batch waited for company.
-fn answer(
-    batch: &mut Vec<Question>,
-    answers: Option<&[Option<String>]>,
-    places: &HashMap<RevocationKey, usize>,
-    waited: Option<&Range<Instant>>,
-) {
+/// `answers`: what the list said, and where in it each key's answer stands. `waited`: while the batch
+/// waited for company.
+fn answer(batch: &mut Vec<Question>, answers: Option<(Answers, Vec<usize>)>, waited: Option<&Range<Instant>>) {
+    let mut places = answers.as_ref().map(|(_, places)| places.iter());
     for question in batch.drain(..) {
-        let own = answers.map(|answers| question.keys.iter().map(|key| answers[places[key]].clone()).collect());
+        let own = answers.as_ref().zip(places.as_mut()).map(|((answers, _), places)| {
+            places.take(question.keys.len()).map(|place| answers[*place].clone()).collect()
+        });
         let in_company =
             waited.map_or(Duration::ZERO, |waited| waited.end - question.asked_at.clamp(waited.start, waited.end));
         // An error says that the asker is gone.

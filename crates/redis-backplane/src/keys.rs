@@ -143,7 +143,8 @@ impl RevocationKeys {
             RevocationKey::Sub(value) => (&self.sub, value),
         };
         let template = template.as_ref()?;
-        Some(template.0.iter().fold(String::new(), |mut key, part| {
+        let room = String::with_capacity(keys.prefix.len() + value.len() + 32);
+        Some(template.0.iter().fold(room, |mut key, part| {
             key.push_str(match part {
                 Part::Text(text) => text,
                 Part::Prefix => &keys.prefix,

@@ -341,7 +341,7 @@ impl Backplane for RedisBackplane {
         Box::pin(async move {
             let question = Question::new(&self.keys, &self.revocation_keys, &keys);
             let values = match question.cmd() {
-                Some(cmd) => self.revocation.call(&cmd, Again::Once).await?,
+                Some(cmd) => self.revocation.call(cmd, Again::Once).await?,
                 None => Vec::new(),
             };
             Ok(question.read(values))

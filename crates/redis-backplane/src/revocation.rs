@@ -10,48 +10,65 @@ use crate::keys::{Keys, RevocationKeys, parts};
 
 /// One MGET for many tokens' keys, and how its answer is read back.
 pub(crate) struct Question {
-    /// Per asked key: which places of the MGET speak of it.
-    places: Vec<Vec<usize>>,
-    is_time: Vec<bool>,
-    names: Vec<String>,
+    cmd: Cmd,
+    asked: Vec<Asked>,
+    n_names: usize,
+}
+
+/// One key that was asked: how many names of the MGET speak of it, and whether a time stands there.
+struct Asked {
+    n_names: usize,
+    is_time: bool,
 }
 
 impl Question {
     /// Where a foreign list is read, the gateway's own is read as well: a revocation made through
     /// the API holds in either case. Kinds without a template are not asked.
     pub(crate) fn new(keys: &Keys, templates: &RevocationKeys, asked: &[RevocationKey]) -> Self {
-        let mut question = Self { places: Vec::new(), is_time: Vec::new(), names: Vec::new() };
+        let mut cmd = redis::cmd("MGET");
+        let mut question = Vec::with_capacity(asked.len());
+        let mut n_all = 0;
         for key in asked {
-            let mut places = Vec::new();
+            let mut n_names = 0;
             if let Some(name) = templates.key(keys, key) {
                 let own = keys.revoked(key);
-                let is_foreign = name != own;
-                for name in std::iter::once(name).chain(is_foreign.then_some(own)) {
-                    places.push(question.names.len());
-                    question.names.push(name);
+                cmd.arg(&name);
+                n_names = 1;
+                if name != own {
+                    cmd.arg(own);
+                    n_names = 2;
                 }
             }
-            question.places.push(places);
-            question.is_time.push(matches!(key, RevocationKey::Sub(_)));
+            n_all += n_names;
+            question.push(Asked { n_names, is_time: matches!(key, RevocationKey::Sub(_)) });
         }
-        question
+        Self { cmd, asked: question, n_names: n_all }
     }
 
     /// `None`: there is nothing to ask.
-    pub(crate) fn cmd(&self) -> Option<Cmd> {
-        (!self.names.is_empty()).then(|| redis::cmd("MGET").arg(&self.names).to_owned())
+    pub(crate) fn cmd(&self) -> Option<&Cmd> {
+        (self.n_names > 0).then_some(&self.cmd)
     }
 
     /// The stored value of each key asked, in their order; of two times the later.
     pub(crate) fn read(&self, values: Vec<Option<Vec<u8>>>) -> Vec<Option<String>> {
-        let stored =
-            |place: &usize| values.get(*place).cloned().flatten().map(|v| String::from_utf8_lossy(&v).into_owned());
-        let one = |(places, is_time): (&Vec<usize>, &bool)| {
-            let mut found = places.iter().filter_map(stored);
-            if *is_time { found.max_by_key(|v| v.trim().parse::<f64>().map_or(0, |t| t as u64)) } else { found.next() }
+        let mut values = values.into_iter();
+        let one = |asked: &Asked| {
+            let stored = values.by_ref().take(asked.n_names).flatten();
+            let mut found = stored.map(|value| String::from_utf8_lossy(&value).into_owned());
+            // Both are taken in either case: what is left in `values` belongs to the next key.
+            let (first, second) = (found.next(), found.next());
+            match (first, second) {
+                (Some(first), Some(second)) if asked.is_time && time(&second) > time(&first) => Some(second),
+                (first, second) => first.or(second),
+            }
         };
-        self.places.iter().zip(&self.is_time).map(one).collect()
+        self.asked.iter().map(one).collect()
     }
+}
+
+fn time(stored: &str) -> u64 {
+    stored.trim().parse::<f64>().map_or(0, |time| time as u64)
 }
 
 /// The call that revokes.
@@ -76,7 +93,9 @@ mod tests {
         let templates = RevocationKeys::parse("jti=x/{jti},sub=y/{sub}").unwrap();
         let asked = [RevocationKey::Jti("a".into()), RevocationKey::Sid("b".into()), RevocationKey::Sub("c".into())];
         let question = Question::new(&keys, &templates, &asked);
-        assert_eq!(question.names, ["x/a", "t:revoked:jti:a", "y/c", "t:revoked:sub:c"]);
+        let sent = question.cmd().unwrap().get_packed_command();
+        let names = "$3\r\nx/a\r\n$15\r\nt:revoked:jti:a\r\n$3\r\ny/c\r\n$15\r\nt:revoked:sub:c\r\n";
+        assert_eq!(String::from_utf8_lossy(&sent), format!("*5\r\n$4\r\nMGET\r\n{names}"));
         let read = question.read(vec![Some(b"1".to_vec()), None, Some(b"9".to_vec()), Some(b"10".to_vec())]);
         assert_eq!(read, [Some("1".to_owned()), None, Some("10".to_owned())]);
     }

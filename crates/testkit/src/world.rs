@@ -42,6 +42,7 @@ use hub::session::SessionConfig;
 use hub::telemetry::Metrics;
 use serde_json::json;
 use tokio::io::DuplexStream;
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
@@ -484,7 +485,7 @@ impl Node {
             close_timeout: config.session.close_timeout,
         };
         let tasks = TaskTracker::new();
-        tasks.spawn(accept::serve(Pipes(pipes), gate, accept, tasks.clone(), stop.clone()));
+        tasks.spawn(accept::serve(Pipes(pipes), gate, accept, Handle::current(), tasks.clone(), stop.clone()));
         hub.start();
         hub.serve();
         Self { hub, faults, metrics, door, stop }

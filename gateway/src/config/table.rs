@@ -219,7 +219,7 @@ const PROCESS: &[Variable] = &[
         "GATEWAY_WORKERS",
         count(1, 1024),
         Nothing("one a core"),
-        "threads of the main runtime; the probes' thread is not among them",
+        "threads of the main runtime; the door, where newcomers are dealt with, has half as many besides, and the probes one",
     ),
     var(
         "GATEWAY_NODE",
@@ -576,7 +576,7 @@ const PROBES: &[Variable] = &[
         "GATEWAY_LIVE_STALE",
         TIME,
         Value("30s"),
-        "`/livez` fails when the main runtime has not moved for so long; far above any load, for a restart ends every session",
+        "`/livez` fails when the main runtime or the door's has not moved for so long; far above any load, for a restart ends every session",
     ),
     var(
         "GATEWAY_READY_HEADROOM",

@@ -16,7 +16,7 @@ use crate::timeline::{BIN, PER_SECOND as BINS_A_SECOND, bars, quantile};
 
 /// The widest first delay of our client.
 const FIRST_DELAY: Duration = Duration::from_secs(5);
-/// A second counts as one of full demand where so many times the refill came to the door: below it,
+/// A time counts as one of full demand where so many times the refill came to the door: below it,
 /// a bucket that is not emptied is no fault of the server's.
 const DEMAND: f64 = 1.5;
 
@@ -124,28 +124,42 @@ fn flow(options: &Options, storm: &Storm, back: &[Duration], sheet: &mut Sheet) 
     let [least, least_of_five] = [1, 5].map(|n_seconds| {
         let admitted = world.admitted.windows(n_seconds, last);
         let windows = full_demand(storm, n_seconds, last).into_iter();
-        windows.map(|at| f64::from(admitted[at]) / n_seconds as f64 / storm.refill()).reduce(f64::min)
+        let share = |at: usize| f64::from(admitted[at]) / n_seconds as f64 / storm.refill();
+        windows.map(|at| (share(at), at)).min_by(|a, b| a.0.total_cmp(&b.0))
     });
     sheet.figure("full_demand_s", "time with full demand", full.len() as f64 / 10.0, "s");
-    sheet.figure("goodput_min", "goodput, worst second of those", least.map(|least| least * 100.0), "% of the refill");
-    let five = least_of_five.map(|least| least * 100.0);
+    sheet.figure(
+        "goodput_min",
+        "goodput, worst second of those",
+        least.map(|(least, _)| least * 100.0),
+        "% of the refill",
+    );
+    sheet.figure(
+        "goodput_min_at_s",
+        "which began",
+        least.map(|(_, at)| at as f64 * BIN.as_secs_f64()),
+        "s after the kill",
+    );
+    let five = least_of_five.map(|(least, _)| least * 100.0);
     sheet.figure("goodput_min_5s", "goodput, worst five seconds", five, "% of the refill");
     let sustained = sustained_rate(storm, &full);
     sheet.figure("sustained_per_s", "admitted under full demand", sustained, "/s without the burst");
     sheet.figure("refill_per_s", "configured", storm.refill(), "/s");
     if options.clients == Manner::Plain {
-        sheet.promise("goodput, worst second", least.map(|least| 100.0 * least), Bound::AtLeast(95.0), "%");
+        sheet.promise("goodput, worst second", least.map(|(least, _)| 100.0 * least), Bound::AtLeast(95.0), "%");
         let off = sustained.map(|sustained| 100.0 * (sustained / storm.refill() - 1.0).abs());
         sheet.promise("sustained rate off the configured one", off, Bound::AtMost(5.0), "%");
     }
 }
 
-/// The windows of so many seconds, each second of which met full demand.
+/// The windows of so many seconds that met full demand all along: each of their bins did. Where only
+/// the last moment of a second was busy, its bucket could not be used before.
 fn full_demand(storm: &Storm, n_seconds: usize, until: Duration) -> Vec<usize> {
-    let tries = storm.world.demand.windows(1, until);
-    let is_full = |at: usize| f64::from(tries[at]) >= DEMAND * storm.refill();
-    let n = (tries.len() + BINS_A_SECOND).saturating_sub(n_seconds * BINS_A_SECOND);
-    (0..n).filter(|at| (0..n_seconds).all(|second| is_full(at + second * BINS_A_SECOND))).collect()
+    let needed = DEMAND * storm.refill() * BIN.as_secs_f64();
+    let is_full: Vec<bool> =
+        storm.world.demand.bins(until).into_iter().map(|tries| f64::from(tries) >= needed).collect();
+    let windows = is_full.windows(n_seconds * BINS_A_SECOND).enumerate();
+    windows.filter(|(_, bins)| bins.iter().all(|is_full| *is_full)).map(|(at, _)| at).collect()
 }
 
 /// Admissions a second from the kill to the end of the last second of full demand, less the burst

@@ -170,7 +170,8 @@ impl Node {
         let (dial, dialled) = mpsc::unbounded_channel();
         let stop = CancellationToken::new();
         let gate = Arc::new(gate);
-        let serving = accept::serve(Pipes(dialled), gate.clone(), settings.accept, TaskTracker::new(), stop.clone());
+        let (inside, tasks) = (tokio::runtime::Handle::current(), TaskTracker::new());
+        let serving = accept::serve(Pipes(dialled), gate.clone(), settings.accept, inside, tasks, stop.clone());
         tokio::spawn(serving);
         Self { hub, gate, clock, metrics, dial, n_dialled: AtomicU16::new(0), stop }
     }
