@@ -230,7 +230,7 @@ fn may_hear(name: &str) -> String {
 }
 
 /// All requests, so many at a time; gives how many were not answered by 101.
-async fn shake(requests: &Arc<[String]>, concurrency: usize, to: SocketAddr) -> usize {
+pub async fn shake(requests: &Arc<[String]>, concurrency: usize, to: SocketAddr) -> usize {
     let next = Arc::new(AtomicUsize::new(0));
     let mut workers = JoinSet::new();
     for _ in 0..concurrency {
@@ -258,7 +258,7 @@ async fn handshake(to: SocketAddr, request: &str) -> Result<Option<u16>, String>
 }
 
 /// Waits for the end of all sessions but the keeper's: what they cost belongs to their round.
-async fn until_gone(gateway: &Gateway) -> Result<(), String> {
+pub async fn until_gone(gateway: &Gateway) -> Result<(), String> {
     let until = Instant::now() + SETTLE;
     loop {
         let open = Metrics::read(gateway.probes).await?.sum("gateway_sessions_open").unwrap_or(0.0);

@@ -51,6 +51,18 @@ impl Connection {
         Ok(())
     }
 
+    /// Runs these commands in one go: they leave in one write, and the server may answer in one.
+    pub async fn run_all(&mut self, commands: &[Vec<&str>]) -> Result<(), String> {
+        for words in commands {
+            self.send(words).await?;
+        }
+        self.0.flush().await.map_err(|error| format!("redis: {error}"))?;
+        for _ in commands {
+            self.reply().await?;
+        }
+        Ok(())
+    }
+
     async fn send(&mut self, words: &[&str]) -> Result<(), String> {
         let mut out = format!("*{}\r\n", words.len());
         for word in words {

@@ -1,5 +1,5 @@
-//! What a measurement found: figures with their units for people, the same for programs, and whether
-//! each promise was kept.
+//! What a measurement found: figures with their units for people, the same for programs, pictures of
+//! them for the page, and whether each promise was kept.
 
 use serde_json::{Map, Value, json};
 
@@ -7,14 +7,75 @@ use serde_json::{Map, Value, json};
 pub struct Report {
     pub rows: Vec<(&'static str, String)>,
     pub json: Value,
+    pub charts: Vec<Chart>,
+    /// The reports of several measurements, where this is their sum.
+    pub parts: Vec<Report>,
     /// The gateway kept its promises.
     pub is_good: bool,
+}
+
+impl Report {
+    /// One report of several.
+    pub fn together(test: &str, parts: Vec<Report>) -> Report {
+        let mut rows = Vec::new();
+        for part in &parts {
+            rows.push(("", String::new()));
+            rows.push(("measurement", part.name().to_owned()));
+            rows.extend(part.rows.iter().cloned());
+        }
+        let json = json!({"test": test, "parts": parts.iter().map(|part| part.json.clone()).collect::<Vec<_>>()});
+        let is_good = parts.iter().all(|part| part.is_good);
+        Report { rows, json, charts: Vec::new(), parts, is_good }
+    }
+
+    /// Which measurement it was.
+    pub fn name(&self) -> &str {
+        self.json["test"].as_str().unwrap_or_default()
+    }
+}
+
+/// A picture of figures.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Chart {
+    /// Values of a kind side by side.
+    Bars { title: String, unit: String, bars: Vec<Bar> },
+    /// Values over something; `x` and `y` name the axes.
+    Lines { title: String, x: String, y: String, lines: Vec<Line> },
+}
+
+/// A bar of a chart.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bar {
+    pub label: String,
+    pub value: f64,
+    /// What it is the median of.
+    pub rounds: Vec<f64>,
+    /// What it may be at most.
+    pub bound: Option<f64>,
+    pub whose: Whose,
+}
+
+/// Whose figure a bar shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// What no server can go below.
+    Floor,
+    Gateway,
+    Peer,
+}
+
+/// A line of a chart.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Line {
+    pub label: String,
+    pub points: Vec<(f64, f64)>,
 }
 
 /// A report in the making.
 pub struct Sheet {
     rows: Vec<(&'static str, String)>,
     json: Map<String, Value>,
+    charts: Vec<Chart>,
     promises: Vec<Value>,
     is_good: bool,
 }
@@ -29,7 +90,7 @@ pub enum Bound {
 impl Sheet {
     pub fn new(test: &str) -> Sheet {
         let json = Map::from_iter([("test".to_owned(), test.into())]);
-        Sheet { rows: Vec::new(), json, promises: Vec::new(), is_good: true }
+        Sheet { rows: Vec::new(), json, charts: Vec::new(), promises: Vec::new(), is_good: true }
     }
 
     /// A figure: `key` names it for programs, `title` for people. `unit` may be empty.
@@ -57,6 +118,10 @@ impl Sheet {
         self.json.insert(key.to_owned(), value.into());
     }
 
+    pub fn chart(&mut self, chart: Chart) {
+        self.charts.push(chart);
+    }
+
     /// Holds a figure against its bound. A figure that is not there is shown as such and breaks
     /// nothing.
     pub fn promise(&mut self, what: &str, value: Option<f64>, bound: Bound, unit: &str) {
@@ -82,7 +147,13 @@ impl Sheet {
 
     pub fn finish(mut self) -> Report {
         self.json.insert("promises".to_owned(), self.promises.into());
-        Report { rows: self.rows, json: self.json.into(), is_good: self.is_good }
+        Report {
+            rows: self.rows,
+            json: self.json.into(),
+            charts: self.charts,
+            parts: Vec::new(),
+            is_good: self.is_good,
+        }
     }
 }
 
@@ -103,6 +174,18 @@ mod tests {
             sheet.promise("x", value, bound, "s");
             assert_eq!(sheet.finish().is_good, is_good, "{value:?} {bound:?}");
         }
+    }
+
+    #[test]
+    fn a_sum_is_good_only_if_every_part_is() {
+        let part = |value| {
+            let mut sheet = Sheet::new("part");
+            sheet.promise("x", Some(value), Bound::AtMost(1.0), "");
+            sheet.finish()
+        };
+        assert!(Report::together("all", vec![part(1.0), part(0.5)]).is_good);
+        let broken = Report::together("all", vec![part(1.0), part(1.5)]);
+        assert!(!broken.is_good && broken.json["parts"][1]["promises"][0]["kept"] == false);
     }
 
     #[test]

@@ -43,6 +43,11 @@ pub fn asking(name: &str, channels: &[&str]) -> String {
     sign(&claims, SECRET)
 }
 
+/// A token that may publish these topics to a Mercure hub with the same key.
+pub fn mercure(topics: &[&str]) -> String {
+    sign(&json!({"mercure": {"publish": topics}}), SECRET)
+}
+
 fn identities(name: &str) -> Value {
     json!({"sub": format!("u-{name}"), "sid": format!("s-{name}"), "jti": format!("j-{name}"), "exp": NEVER})
 }

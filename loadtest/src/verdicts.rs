@@ -17,7 +17,7 @@ use tokio::time::{Instant, timeout};
 use crate::fleet::{Gateway, Programs, Redis, free_port};
 use crate::probe::Metrics;
 use crate::report::{Bound, Report, Sheet};
-use crate::slow::SlowWire;
+use crate::delay::SlowWire;
 use crate::timeline::quantile;
 use crate::token::{self, Flaw};
 use crate::wire::{Failure, Subscriber, Transport, read_code, read_head, request, status};

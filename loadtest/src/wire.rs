@@ -148,6 +148,19 @@ impl Subscriber {
         }
     }
 
+    /// Answers the server's close with the same code. `listen` has ended with it; called again it
+    /// waits for the end of the stream, which is then the server's to make.
+    pub fn answer_close(&self, code: u16) -> Result<(), String> {
+        let [high, low] = code.to_be_bytes();
+        // Masked with zeros, as the pongs are.
+        self.stream.try_write(&[0x88, 0x82, 0, 0, 0, 0, high, low]).map(drop).map_err(|error| error.to_string())
+    }
+
+    /// The socket, its decoder and what was read but not yet shown, for who reads in another way.
+    pub fn into_parts(self) -> (TcpStream, Decoder, Vec<u8>) {
+        (self.stream, self.decoder, self.early)
+    }
+
     async fn read_some(&mut self, look: &mut impl FnMut(&[u8])) -> Result<(), String> {
         self.stream.readable().await.map_err(|error| error.to_string())?;
         SCRATCH.with_borrow_mut(|scratch| match self.stream.try_read(scratch) {
@@ -247,21 +260,24 @@ pub fn contains(text: &[u8], part: &[u8]) -> bool {
     text.windows(part.len()).any(|window| window == part)
 }
 
-enum Seen<'a> {
+/// What a server sent.
+pub enum Seen<'a> {
     Text(&'a [u8]),
     Ping(&'a [u8]),
     Close(u16),
 }
 
-enum Decoder {
+/// Cuts what a server sends into messages.
+pub enum Decoder {
     /// The bytes of an unfinished frame.
     Ws(Vec<u8>),
     /// The bytes of an unfinished line, and of an unfinished chunk head where the body is chunked.
     Sse { line: Vec<u8>, chunks: Option<Chunks> },
 }
 
+/// Where we are in a chunked body.
 #[derive(Default)]
-struct Chunks {
+pub struct Chunks {
     head: Vec<u8>,
     left: usize,
 }
@@ -272,7 +288,12 @@ impl Decoder {
         Decoder::Sse { line: Vec::new(), chunks: is_chunked.then(Chunks::default) }
     }
 
-    fn feed(&mut self, mut bytes: &[u8], see: &mut impl FnMut(Seen<'_>) -> Result<(), String>) -> Result<(), String> {
+    /// Shows every message that these bytes complete; what `see` fails with ends it.
+    pub fn feed(
+        &mut self,
+        mut bytes: &[u8],
+        see: &mut impl FnMut(Seen<'_>) -> Result<(), String>,
+    ) -> Result<(), String> {
         match self {
             Decoder::Ws(partial) if partial.is_empty() => {
                 let rest = frames(bytes, see)?;
