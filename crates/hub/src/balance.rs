@@ -32,9 +32,9 @@ use effect::Effect;
 /// An imbalance must show in so many different readings of the fleet before anybody is moved.
 const READINGS: u32 = 2;
 
-/// A node that was below its target so lately moves nobody: what it would move may be what was
-/// just moved to it.
-const BELOW_LATELY: Duration = Duration::from_secs(120);
+/// Nobody moves on before so many report intervals are over: whoever came just now may have been
+/// moved here, and by then every node has seen what that did. Two minutes at the default.
+const STAYS: u32 = 24;
 
 /// A node so far below its target keeps its sessions longer, if the fleet is uneven.
 const BELOW: f64 = 0.95;
@@ -55,11 +55,18 @@ pub struct BalanceConfig {
     pub fraction: f64,
     /// `GATEWAY_SHED_INTERVAL`.
     pub interval: Duration,
-    /// `GATEWAY_FLEET_REPORT`: reports older than three of these are stale.
+    /// `GATEWAY_FLEET_REPORT`: reports older than three of these are stale, and a session is left
+    /// alone for its first 24.
     pub report_every: Duration,
 }
 
 impl BalanceConfig {
+    /// A session younger than this is not moved, nor is any from a node that was below its target
+    /// so lately: what it would move may be what was just moved to it.
+    pub fn stays(&self) -> Duration {
+        STAYS * self.report_every
+    }
+
     /// Up to this age a report is believed.
     fn fresh(&self) -> Duration {
         3 * self.report_every
@@ -179,6 +186,49 @@ impl State {
     }
 }
 
+/// Why nobody is moved from here just now, beside what suspends it in the whole fleet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rest {
+    /// No node is off its target by more than the tolerance.
+    Even,
+    /// One is, by so few sessions that it may be chance.
+    BelowMinimum,
+    /// One is, in a single reading of the fleet so far.
+    SeenOnce,
+    /// There is no other node.
+    Alone,
+    /// No node can be given any: too young, refusing, late, or full enough.
+    NoRecipient,
+    /// This node was below its own target a moment ago.
+    BelowLately,
+    /// This node holds about what it should, or less.
+    NoExcess,
+    /// What was moved is still on its way.
+    OnTheirWay,
+    /// Moved clients did not come back at all: a break (`ShedSuspension::Ineffective`).
+    StayAway,
+    /// Moved clients came back to this node: a break (`ShedSuspension::Ineffective`).
+    ComeBack,
+}
+
+impl Rest {
+    /// The word in `/v1/fleet`.
+    pub fn word(self) -> &'static str {
+        match self {
+            Rest::Even => "even",
+            Rest::BelowMinimum => "below_minimum",
+            Rest::SeenOnce => "seen_once",
+            Rest::Alone => "alone",
+            Rest::NoRecipient => "no_recipient",
+            Rest::BelowLately => "below_lately",
+            Rest::NoExcess => "no_excess",
+            Rest::OnTheirWay => "on_their_way",
+            Rest::StayAway => "stay_away",
+            Rest::ComeBack => "come_back",
+        }
+    }
+}
+
 /// What becomes of a session whose age is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recycling {
@@ -194,6 +244,11 @@ pub enum Recycling {
 pub enum Warning {
     /// Several versions have been running for a day: a stuck deploy. Sessions are moved again.
     MixedVersions,
+    /// Sessions that were moved did not come back to any node: nobody is moved for a while.
+    StayAway,
+    /// They came back here: the balancer in front does not send them to emptier nodes. Nobody is
+    /// moved for a while.
+    ComeBack,
 }
 
 /// What to do in this second, and all there is to say about it.
@@ -203,6 +258,8 @@ pub struct Orders {
     pub n_to_shed: usize,
     /// Log a line when it changes.
     pub state: State,
+    /// Why nobody is moved from here; `None` where some are, or the fleet's suspension says it all.
+    pub rest: Option<Rest>,
     /// Targets, deviations and the budget.
     pub plan: Plan,
     /// For sessions whose age ends now.
@@ -262,7 +319,7 @@ impl Balancer {
         if calm.has_changed {
             self.below_at = None;
         }
-        if own_place(&plan, &self.node).is_some_and(|place| (own.n_sessions as f64) < place.target) {
+        if own_place(&plan, &self.node).is_some_and(|place| (own.n_sessions as f64) < plan.landed(place)) {
             self.below_at = Some(now);
         }
         let mut reasons = calm.reasons;
@@ -276,10 +333,11 @@ impl Balancer {
         } else {
             self.trigger.look(view.read_at, plan.is_uneven());
         }
-        let (state, n_to_shed) = self.decide(now, dt, &plan, own, reasons);
+        let (state, rest, n_to_shed) = self.decide(now, dt, &plan, own, reasons);
         let recycling = if is_blind { Recycling::AsDrawn } else { recycling(&plan, &self.node, own) };
         let is_eventful = state == State::Shedding || plan.shed_rate > 0.0;
-        Orders { n_to_shed, state, plan, recycling, is_eventful, warning: calm.warning }
+        let warning = self.effect.warning(now).or(calm.warning);
+        Orders { n_to_shed, state, rest, plan, recycling, is_eventful, warning }
     }
 
     fn decide(
@@ -289,25 +347,38 @@ impl Balancer {
         plan: &Plan,
         own: &Own,
         reasons: Vec<ShedSuspension>,
-    ) -> (State, usize) {
-        let may_give = self.may_give(now, plan, own);
-        if !reasons.is_empty() || may_give == 0 {
+    ) -> (State, Option<Rest>, usize) {
+        if !reasons.is_empty() {
             self.rest();
-            let state = match (reasons.is_empty(), self.trigger.is_on()) {
-                (false, _) => State::Suspended(reasons),
-                (true, true) => State::Armed,
-                (true, false) => State::Idle,
-            };
-            return (state, 0);
+            return (State::Suspended(reasons), self.effect.rest(now), 0);
         }
+        let may_give = match self.may_give(now, plan, own) {
+            Ok(may_give) => may_give,
+            Err(Rest::NoExcess) if self.is_moving && self.is_on_the_way(plan, own) => {
+                return (State::Shedding, Some(Rest::OnTheirWay), 0);
+            }
+            Err(rest) => {
+                self.rest();
+                return if self.trigger.is_on() {
+                    (State::Armed, Some(rest), 0)
+                } else {
+                    (State::Idle, Some(self.calm_rest(plan)), 0)
+                };
+            }
+        };
         if !self.is_moving {
             if !self.trigger.is_on() {
-                return (State::Idle, 0);
+                return (State::Idle, Some(self.calm_rest(plan)), 0);
             }
             self.is_moving = true;
             // Drawn: else all donors' first sessions would leave in the same second.
             self.owed = self.dice.unit();
         }
+        (State::Shedding, None, self.portion(now, dt, plan, own, may_give))
+    }
+
+    /// Sessions that leave in this second, of those that may.
+    fn portion(&mut self, now: Instant, dt: Duration, plan: &Plan, own: &Own, may_give: usize) -> usize {
         let cap = self.config.own_cap(own.n_sessions) as f64 / self.config.interval.as_secs_f64();
         let per_second = plan.own_per_second.min(cap);
         self.owed = (self.owed + per_second * dt.as_secs_f64()).min(per_second * LATE_AT_MOST.as_secs_f64() + 1.0);
@@ -316,7 +387,7 @@ impl Balancer {
         if n > 0 {
             self.ordered.push_back((now, n));
         }
-        (State::Shedding, n)
+        n
     }
 
     fn rest(&mut self) {
@@ -324,14 +395,36 @@ impl Balancer {
         self.owed = 0.0;
     }
 
-    /// What this node holds beyond where it should stop; 0: it should not move anybody.
-    fn may_give(&self, now: Instant, plan: &Plan, own: &Own) -> usize {
-        let Some(place) = own_place(plan, &self.node) else { return 0 };
-        let was_below = self.below_at.is_some_and(|at| now.saturating_duration_since(at) < BELOW_LATELY);
-        if was_below || !plan.has_recipient() || plan.n_live() < 2 {
-            return 0;
+    /// What this node holds beyond where it should stop; else why it should not move anybody.
+    fn may_give(&self, now: Instant, plan: &Plan, own: &Own) -> Result<usize, Rest> {
+        let place = own_place(plan, &self.node).ok_or(Rest::NoExcess)?;
+        let was_below = self.below_at.is_some_and(|at| now.saturating_duration_since(at) < self.config.stays());
+        let excess = (own.n_sessions as f64 - place.target * (1.0 + plan.stop)).max(0.0) as usize;
+        match excess {
+            _ if plan.n_live() < 2 => Err(Rest::Alone),
+            0 => Err(Rest::NoExcess),
+            _ if was_below => Err(Rest::BelowLately),
+            _ if !plan.has_recipient() => Err(Rest::NoRecipient),
+            excess => Ok(excess),
         }
-        (own.n_sessions as f64 - place.target * (1.0 + plan.stop)).max(0.0) as usize
+    }
+
+    /// Half of what was moved lately is taken to be on its way, whether it is or not. While that
+    /// guess alone says that this node holds no more than it should, it waits for the truth: were
+    /// it to stop, a gap below the trigger's minimum would remain for good.
+    fn is_on_the_way(&self, plan: &Plan, own: &Own) -> bool {
+        let holds_more = |place: &Place| own.n_sessions as f64 - plan.landed(place) * (1.0 + plan.stop) >= 1.0;
+        plan.shed_rate > 0.0 && own_place(plan, &self.node).is_some_and(holds_more)
+    }
+
+    /// Why the trigger is off.
+    fn calm_rest(&self, plan: &Plan) -> Rest {
+        match (plan.n_live(), plan.is_uneven(), plan.is_off_by_few) {
+            (0 | 1, ..) => Rest::Alone,
+            (_, true, _) => Rest::SeenOnce,
+            (_, _, true) => Rest::BelowMinimum,
+            _ => Rest::Even,
+        }
     }
 
     fn left_in_interval(&mut self, now: Instant, own: &Own) -> usize {

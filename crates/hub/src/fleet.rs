@@ -1,6 +1,6 @@
 //! What the nodes of a fleet know of each other. Decides what a node says of itself and when
-//! (`said`, `recent`), and what the fleet's figures are; whether anybody is to move because of them
-//! is decided by `balance`.
+//! (`said`, `recent`); `placement` watches where the balancer in front puts clients, `view` is what
+//! people are shown. Whether anybody is to move because of it is decided by `balance`.
 //!
 //! Reports travel through the backplane and are seconds old: nothing on a client's path waits for
 //! them, and with no backplane a node soon knows of nobody but itself. A report that has expired is
@@ -13,8 +13,9 @@ use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
+use self::placement::Placement;
 use self::recent::Recent;
 use self::said::{FORM, Said};
 use crate::backplane::{Hold, Report, Unavailable};
@@ -23,13 +24,18 @@ use crate::clock::{Clock, Dice};
 use crate::close::CloseReason;
 use crate::cursor::Since;
 use crate::hub::{Hub, Phase};
+use crate::recycle::Home;
 use crate::refusal::RefusalCode;
-use crate::telemetry::FleetFigures;
+use crate::session::SessionInfo;
+use crate::telemetry::LbPolicy;
 
+mod placement;
 mod recent;
 mod said;
+mod view;
 
 pub(crate) use recent::Counts;
+pub use view::{FleetView, NodeView, PlacingView, ShedView};
 
 /// Reports come within this part of their interval, more or less, so that a fleet that was started
 /// together does not write together.
@@ -41,6 +47,14 @@ const RETRY: Duration = Duration::from_secs(1);
 /// While this node moves sessions it reports and reads so often, so that all know what has moved,
 /// and an outage of the backplane stops it within one more second.
 const HURRIED: (Duration, Duration) = (Duration::from_millis(800), Duration::from_secs(1));
+
+/// A backplane that has not answered for so long fails: twice the default deadline of a command, so
+/// that sessions stop moving within two seconds even of one that is only slow. The answer is waited
+/// for all the same, but not for ever: reports have to go on when it is back.
+const LATE: Duration = Duration::from_millis(500);
+const GIVEN_UP: Duration = Duration::from_secs(5);
+/// A node that stops waits no longer than this for its report to be taken away.
+const LAST_WORD: Duration = Duration::from_secs(1);
 
 /// An error is remembered for so long, even if all is well again: whoever looks once a second sees it.
 const ERRED_LATELY: Duration = Duration::from_secs(2);
@@ -72,43 +86,6 @@ impl FleetConfig {
     }
 }
 
-/// The fleet as this node knows it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct FleetView {
-    /// By name. This node as it is now, the others as they said last.
-    pub nodes: Vec<NodeView>,
-    /// Over all of them.
-    pub figures: FleetFigures,
-    /// How it stands with the moving of sessions from this node.
-    pub shed: ShedView,
-    /// Somebody wants the fleet to stay as it is, until a time of the backplane's clock.
-    pub hold: Option<Hold>,
-}
-
-/// How it stands with the moving of this node's sessions to emptier nodes.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ShedView {
-    /// `on`, `off`, `dry-run`.
-    pub mode: &'static str,
-    /// `off`, `idle`, `armed`, `shedding`, `suspended`.
-    pub state: &'static str,
-    /// Why it is suspended: the labels of `gateway_shed_suspended`.
-    pub suspended: Vec<&'static str>,
-    /// Sessions a second that all nodes together may move; 0 where it is off.
-    pub budget: f64,
-    /// What bounds the budget: `recipients`, `fleet`, `donors`, `room`; `none` where it is off.
-    pub bound: &'static str,
-    /// Sessions moved from this node since its start; in a dry run: that would have been.
-    pub shed_total: u64,
-}
-
-impl Default for ShedView {
-    /// Nothing is moved.
-    fn default() -> Self {
-        Self { mode: "off", state: "off", suspended: Vec::new(), budget: 0.0, bound: "none", shed_total: 0 }
-    }
-}
-
 /// How well this node is, as its readiness sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fitness {
@@ -116,27 +93,6 @@ pub struct Fitness {
     pub is_ready: bool,
     /// The runtime is late: no more should be given to it, even if it is ready.
     pub is_lagging: bool,
-}
-
-/// One node of it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct NodeView {
-    /// Its name.
-    pub node: Arc<str>,
-    /// Its sessions.
-    pub n_sessions: usize,
-    /// Sessions that it has room for.
-    pub capacity: usize,
-    /// Its part of the capacity of all that serve, 0 to 1; 0 where it does not serve.
-    pub share: f64,
-    /// Sessions that it should hold: its share of all there are.
-    pub target: f64,
-    /// The word of its phase.
-    pub phase: String,
-    /// The version that runs on it.
-    pub version: String,
-    /// How old this is.
-    pub age: Duration,
 }
 
 /// What the backplane said last.
@@ -167,6 +123,7 @@ pub(crate) struct Fleet {
     started_at: u64,
     snapshot: ArcSwapOption<Snapshot>,
     recent: Recent,
+    pub placement: Placement,
     health: Mutex<Health>,
     /// Somebody wants the report, or the reading, now.
     nudge: Notify,
@@ -192,6 +149,7 @@ impl Fleet {
             started_at: clock.unix().as_secs(),
             snapshot: ArcSwapOption::empty(),
             recent: Recent::default(),
+            placement: Placement::new(dice.bits()),
             health: Mutex::default(),
             nudge: Notify::new(),
             is_hurried: AtomicBool::new(false),
@@ -255,6 +213,21 @@ impl Fleet {
         health.failing_since.or(lately)
     }
 
+    /// What the backplane answers; from `LATE` on it counts as failing until then.
+    ///
+    /// # Errors
+    /// `Unavailable`: its own, or it did not answer at all.
+    async fn answer<T>(&self, call: impl Future<Output = Result<T, Unavailable>>) -> Result<T, Unavailable> {
+        tokio::pin!(call);
+        if let Ok(answer) = timeout(LATE, &mut call).await {
+            return answer;
+        }
+        self.health().failing_since.get_or_insert_with(Instant::now);
+        let answer = timeout(GIVEN_UP - LATE, call).await.unwrap_or_else(|_| Err(unanswered()));
+        self.erred();
+        answer
+    }
+
     /// Whether to report and read every second rather than at the usual pace.
     pub fn hurry(&self, pace: Pace) {
         let is_hurried = pace == Pace::Hurried;
@@ -291,21 +264,23 @@ pub(crate) enum Pace {
 /// Reports until the hub stops, then takes this node out of the fleet. A drain is told at once.
 pub(crate) async fn run(hub: Arc<Hub>) {
     let mut phases = hub.phases();
-    while !hub.stop.is_cancelled() {
+    loop {
         phases.mark_unchanged();
-        let refreshed = refresh(&hub).await;
+        // A report that is given up in the middle is one that was lost.
+        let Some(refreshed) = hub.stop.run_until_cancelled(refresh(&hub)).await else { break };
         if let Err(error) = &refreshed {
             tracing::debug!(%error, "this node could not report");
         }
         hub.metrics.fleet(hub.fleet().figures);
         tokio::select! {
-            () = hub.stop.cancelled() => {}
+            () = hub.stop.cancelled() => break,
             _ = phases.changed() => {}
             () = hub.fleet.nudge.notified() => {}
             () = sleep(hub.fleet.pause(&hub.dice, refreshed.is_ok())) => {}
         }
     }
-    if let Err(error) = hub.backplane.retire().await {
+    let retired = timeout(LAST_WORD, hub.backplane.retire()).await;
+    if let Err(error) = retired.unwrap_or_else(|_| Err(unanswered())) {
         tracing::debug!(%error, "this node could not take its report away; it ends by itself");
     }
 }
@@ -318,7 +293,7 @@ pub(crate) async fn refresh(hub: &Hub) -> Result<(), Unavailable> {
     let fleet = &hub.fleet;
     let own = said(hub);
     let body = serde_json::to_string(&own).expect("numbers and words always become JSON");
-    let known = match hub.backplane.report(body, fleet.config.ttl).await {
+    let known = match fleet.answer(hub.backplane.report(body, fleet.config.ttl)).await {
         Ok(known) => known,
         Err(error) => {
             fleet.erred();
@@ -342,8 +317,47 @@ pub(crate) async fn refresh(hub: &Hub) -> Result<(), Unavailable> {
         now_ms: known.now_ms,
         read_at: Instant::now(),
     };
-    fleet.snapshot.store(Some(Arc::new(snapshot)));
+    let snapshot = Arc::new(snapshot);
+    fleet.snapshot.store(Some(snapshot.clone()));
+    observe(hub, &snapshot);
     Ok(())
+}
+
+fn unanswered() -> Unavailable {
+    Unavailable("it does not answer".to_owned())
+}
+
+/// Looks at where the balancer in front has put clients, and says so when it seems to go by
+/// something else than before.
+fn observe(hub: &Hub, snapshot: &Snapshot) {
+    let fresh = FRESH * hub.fleet.config.report_every;
+    let young = || snapshot.others.iter().filter(|(report, said)| report.age <= fresh && said.is_some());
+    let trials = young().filter_map(|(_, said)| Some(said.as_ref()?.trials));
+    let mut nodes = hub.seen().nodes;
+    nodes.retain(|node| node.age <= fresh);
+    let now = Instant::now();
+    let Some(policy) = hub.fleet.placement.read(now, &hub.config.node, &nodes, trials) else { return };
+    hub.metrics.lb_policy(policy);
+    hub.recycle.set_home(if policy == LbPolicy::Sticky { Home::Here } else { Home::Anywhere });
+    let (_, all) = hub.fleet.placement.observed();
+    if policy == LbPolicy::Sticky {
+        tracing::warn!(
+            lb_policy_observed = policy.word(),
+            moved = all.moved,
+            back = all.back,
+            "clients that are moved come back to the node they were moved from: the balancer in front goes by address, \
+             cookie or hash, so moving them evens out nothing; sessions are kept for half of what is left to \
+             GATEWAY_MAX_AGE_MAX beyond their age. Use least connections, or switch moving off \
+             (GATEWAY_SHED=off, GATEWAY_MAX_AGE_MIN=0s, GATEWAY_MAX_AGE_MAX=0s)"
+        );
+    } else {
+        tracing::info!(
+            lb_policy_observed = policy.word(),
+            moved = all.moved,
+            back = all.back,
+            "where the balancer in front puts clients"
+        );
+    }
 }
 
 fn said(hub: &Hub) -> Said {
@@ -365,26 +379,29 @@ fn said(hub: &Hub) -> Said {
         ready_ms: ready_for.map(|ready| u64::try_from(ready.as_millis()).unwrap_or(u64::MAX)),
         lagging: is_lagging,
         lately: hub.fleet.recent.lately(now, hub.counts()),
+        trials: hub.fleet.placement.trials(now),
     }
 }
 
 impl Hub {
     /// The fleet as this node knows it: from memory, at once.
     pub fn fleet(&self) -> FleetView {
-        let mut nodes = vec![node(self.config.node.clone(), &said(self), Duration::ZERO)];
+        let mut nodes = vec![view::node(self.config.node.clone(), &said(self), Duration::ZERO)];
         if let Some(snapshot) = self.fleet.snapshot.load_full() {
             let since = snapshot.read_at.elapsed();
             let others = snapshot
                 .others
                 .iter()
-                .filter_map(|(report, said)| Some(node(report.node.clone(), said.as_ref()?, report.age + since)));
+                .filter_map(|(report, said)| Some(view::node(report.node.clone(), said.as_ref()?, report.age + since)));
             nodes.extend(others.filter(|node| node.age < self.fleet.config.ttl));
         }
         nodes.sort_by(|a, b| a.node.cmp(&b.node));
         let own = nodes.iter().position(|node| node.node == self.config.node).expect("it was put there");
-        let (nodes, figures) = evened(nodes, own);
+        let (nodes, figures) = view::evened(nodes, own);
         let hold = self.fleet.snapshot.load().as_ref().and_then(|snapshot| snapshot.hold().cloned());
-        FleetView { nodes, figures, shed: self.shed.view(), hold }
+        let (policy, trials) = self.fleet.placement.observed();
+        let placing = PlacingView { policy, n_moved: trials.moved, n_back: trials.back };
+        FleetView { nodes, figures, shed: self.shed.view(), placing, hold }
     }
 
     /// How well this node is; to be said once a second or so, from where readiness is judged.
@@ -407,6 +424,12 @@ impl Hub {
     /// What holds for the whole fleet has changed: it is read again at once.
     pub(crate) fn fleet_changed(&self) {
         self.fleet.nudge.notify_one();
+    }
+
+    /// A session that was moved from here is over; a client of the same name may come back.
+    pub(crate) fn was_moved(&self, session: &SessionInfo) {
+        let is_the_last = || !self.all_sessions().iter().any(|other| placement::is_same(&other.info, session));
+        self.fleet.placement.moved(Instant::now(), session, is_the_last);
     }
 
     /// This node's counters.
@@ -452,43 +475,6 @@ impl Hub {
         let now_ms = u64::try_from((self.clock.unix() + SKEW).as_millis()).unwrap_or(u64::MAX);
         (birth_ms..=now_ms.max(self.place.position().ms)).contains(&id.ms)
     }
-}
-
-fn node(node: Arc<str>, said: &Said, age: Duration) -> NodeView {
-    NodeView {
-        node,
-        n_sessions: said.sessions,
-        capacity: said.capacity,
-        share: 0.0,
-        target: 0.0,
-        phase: said.phase.clone(),
-        version: said.version.clone(),
-        age,
-    }
-}
-
-/// Shares, targets and figures. Who does not serve has no share: whoever is still there has to go
-/// to the others.
-fn evened(mut nodes: Vec<NodeView>, own: usize) -> (Vec<NodeView>, FleetFigures) {
-    let serves = |node: &NodeView| node.phase == Phase::Serving.word() && node.capacity > 0;
-    let total: usize = nodes.iter().map(|node| node.n_sessions).sum();
-    let room: usize = nodes.iter().filter(|node| serves(node)).map(|node| node.capacity).sum();
-    for node in nodes.iter_mut().filter(|node| serves(node)) {
-        node.share = node.capacity as f64 / room as f64;
-        node.target = node.share * total as f64;
-    }
-    let full: Vec<f64> =
-        nodes.iter().filter(|node| serves(node)).map(|node| node.n_sessions as f64 / node.capacity as f64).collect();
-    let mean = full.iter().sum::<f64>() / full.len().max(1) as f64;
-    let (cv, busiest_ratio) = if mean > 0.0 {
-        let variance = full.iter().map(|one| (one - mean).powi(2)).sum::<f64>() / full.len() as f64;
-        (variance.sqrt() / mean, full.iter().fold(0.0, |a: f64, b| a.max(*b)) / mean)
-    } else {
-        // Nobody is connected: perfectly even.
-        (0.0, 1.0)
-    };
-    let figures = FleetFigures { n_nodes: nodes.len(), n_sessions: total, share: nodes[own].share, cv, busiest_ratio };
-    (nodes, figures)
 }
 
 #[cfg(test)]

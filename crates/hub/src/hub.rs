@@ -337,6 +337,7 @@ impl Hub {
         let deadlines = Deadlines { age_at, ..self.token_ends(&info.identity) };
         let session = Arc::new(Session::new(info, Some(newcomer.seat), deadlines, &self.config.session, &self.dice));
         self.register(&session);
+        self.fleet.placement.arrived(&session.info);
         if let Some(quota) = &self.quota {
             session.take_place(quota.place(&session.info));
         }
@@ -395,6 +396,9 @@ impl Hub {
         if reason == CloseReason::Drain && was_cut {
             self.metrics.drain_forced(1);
             self.n_forced.fetch_add(1, Ordering::SeqCst);
+        }
+        if matches!(reason, CloseReason::Shed | CloseReason::Recycle) {
+            self.was_moved(&session.info);
         }
         if session.lock().resumed.is_none() {
             self.metrics.session_ready(session.info.wire, ResumeLabel::None);

@@ -40,8 +40,11 @@ const CROWD: f64 = 100.0;
 /// In a storm the shortest age is this part of the minimum.
 const SHORTEST: u32 = 10;
 
-/// An extension is this part of the session's age, and there is one.
+/// An extension is this part of what is left to the maximum, and there is one: ages that were drawn
+/// evenly still end evenly, where a part of the age itself would pile up at the maximum. A quarter
+/// on a node that is short of sessions; half where clients only come back to it.
 const EXTENSION: f64 = 0.25;
+const EXTENSION_AT_HOME: f64 = 0.5;
 
 /// When sessions are recycled on this node.
 #[derive(Debug)]
@@ -61,6 +64,7 @@ struct Inner {
     turned_at: Instant,
     way: Way,
     short: Short,
+    home: Home,
 }
 
 /// Whether anybody has a turn.
@@ -82,6 +86,16 @@ pub(crate) enum Short {
     No,
     /// Yes, in an uneven fleet: who leaves it may end on a fuller node.
     Yes,
+}
+
+/// Where clients go that leave this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Home {
+    /// Wherever the balancer in front puts them.
+    Anywhere,
+    /// Back here: recycling moves nobody, it only costs. It goes on, for nobody stays beyond the
+    /// maximum, and not all of a crowd can wait for that.
+    Here,
 }
 
 /// A session whose age is over.
@@ -119,6 +133,7 @@ impl Recycle {
             turned_at: now,
             way: Way::Open,
             short: Short::No,
+            home: Home::Anywhere,
         };
         Self { range, inner: Mutex::new(inner) }
     }
@@ -143,7 +158,7 @@ impl Recycle {
         }
         let left = MAX_POSTPONED.saturating_sub(aged.postponed);
         let later = |by: Duration, postponed| Verdict::Postpone { to: (now + by).min(latest), postponed };
-        let (way, short) = self.with(|inner| (inner.way, inner.short));
+        let (way, extension) = self.with(|inner| (inner.way, inner.extension()));
         if way == Way::Closed {
             return Verdict::Postpone { to: latest, postponed: aged.postponed };
         }
@@ -154,9 +169,9 @@ impl Recycle {
             let by = (until - now).min(left);
             return later(by, aged.postponed + by);
         }
-        if short == Short::Yes && !aged.is_extended {
-            let by = aged.age_at.saturating_duration_since(aged.opened_at).mul_f64(EXTENSION);
-            return Verdict::Extend((now + by).min(latest));
+        let by = (aged.opened_at + max).saturating_duration_since(now).mul_f64(extension);
+        if !by.is_zero() && !aged.is_extended {
+            return Verdict::Extend(now + by);
         }
         if self.with(|inner| inner.takes_turn(now, n_sessions, (min + max) / 2)) {
             return Verdict::Leave;
@@ -183,6 +198,11 @@ impl Recycle {
         self.with(|inner| inner.short = short);
     }
 
+    /// From now on, where clients go that leave this node.
+    pub fn set_home(&self, home: Home) {
+        self.with(|inner| inner.home = home);
+    }
+
     fn with<R>(&self, call: impl FnOnce(&mut Inner) -> R) -> R {
         call(&mut self.inner.lock().expect("no panic while recycling is held"))
     }
@@ -196,6 +216,14 @@ impl Inner {
         let is_young = now.saturating_duration_since(self.began_at) < USUALLY;
         let is_crowd = self.just_now.per_second() * JUST_NOW.as_secs_f64() >= CROWD;
         is_crowd && (is_young || self.just_now.per_second() > STORM * self.usually.per_second())
+    }
+
+    fn extension(&self) -> f64 {
+        match (self.home, self.short) {
+            (Home::Here, _) => EXTENSION_AT_HOME,
+            (Home::Anywhere, Short::Yes) => EXTENSION,
+            (Home::Anywhere, Short::No) => 0.0,
+        }
     }
 
     fn takes_turn(&mut self, now: Instant, n_sessions: usize, mean: Duration) -> bool {

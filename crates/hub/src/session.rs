@@ -197,6 +197,8 @@ pub(crate) struct State {
     blocked_since: Option<Instant>,
     has_written: bool,
     id_sent_at: Instant,
+    /// Of the last event, with an id or without; a position is none.
+    event_at: Instant,
     message_tokens: f64,
     message_at: Instant,
     /// The wheel's tick at which this session is looked at next.
@@ -281,6 +283,7 @@ impl Session {
             blocked_since: None,
             has_written: false,
             id_sent_at: now,
+            event_at: now,
             message_tokens: config.client_burst,
             message_at: now,
             scheduled: Tick::MAX,
@@ -516,9 +519,10 @@ impl State {
 
     /// Queues an event with an id, or an ephemeral one, whatever the cap says (replay).
     pub fn push_event(&mut self, event: Arc<Encoded>, wire: Wire) {
+        self.event_at = Instant::now();
         if let Some(id) = event.event.id {
             self.position = self.position.max(id);
-            self.id_sent_at = Instant::now();
+            self.id_sent_at = self.event_at;
         }
         self.outbox.push(Item::Event(event), wire);
     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep_until};
 
 use crate::balance::pick::{SAMPLE, choose};
-use crate::balance::{BalanceConfig, Balancer, Orders, Own, Recycling, State, Warning};
+use crate::balance::{BalanceConfig, Balancer, Orders, Own, Recycling, Rest, State, Warning};
 use crate::close::CloseReason;
 use crate::fleet::{Pace, ShedView};
 use crate::hub::{Hub, Phase};
@@ -111,6 +111,8 @@ async fn run(hub: Arc<Hub>, config: ShedConfig) {
 struct Shedder {
     hub: Arc<Hub>,
     mode: ShedMode,
+    /// Sessions are left alone for so long.
+    stays: Duration,
     balancer: Balancer,
     /// Who leaves when, within this second.
     going: VecDeque<(Instant, Weak<Session>)>,
@@ -123,7 +125,8 @@ struct Shedder {
 impl Shedder {
     fn new(hub: Arc<Hub>, config: ShedConfig) -> Self {
         let balancer = Balancer::new(config.balance, hub.config.node.clone(), hub.dice.clone());
-        Self { hub, mode: config.mode, balancer, going: VecDeque::new(), n_moved: 0, logged: None, warned: None }
+        let (mode, stays) = (config.mode, config.balance.stays());
+        Self { hub, mode, stays, balancer, going: VecDeque::new(), n_moved: 0, logged: None, warned: None }
     }
 
     fn tick(&mut self, now: Instant) {
@@ -161,7 +164,7 @@ impl Shedder {
         some.truncate(n_some);
         let (candidates, some): (Vec<_>, Vec<_>) =
             some.into_iter().filter_map(|session| Some((session.candidate()?, session))).unzip();
-        let chosen = choose(now, &candidates, n);
+        let chosen = choose(now, self.stays, &candidates, n);
         let slot = TICK.div_f64(chosen.len().max(1) as f64);
         for (i, place) in chosen.into_iter().enumerate() {
             let at = now + slot.mul_f64(i as f64 + self.hub.dice.unit());
@@ -179,7 +182,7 @@ impl Shedder {
             let session = self.going.pop_front().and_then(|(_, session)| session.upgrade());
             let Some(session) = session else { continue };
             // It may have said that it is busy since it was picked.
-            if session.candidate().is_some_and(|one| one.may_move(now)) {
+            if session.candidate().is_some_and(|one| one.may_move(now, self.stays)) {
                 self.hub.end(&session, CloseReason::Shed);
                 self.hub.metrics.shed(1);
                 self.n_moved += 1;
@@ -197,14 +200,15 @@ impl Shedder {
             mode: self.mode.word(),
             state: orders.state.word(),
             suspended: reasons.iter().map(|reason| reason.word()).collect(),
+            why: orders.rest.map(Rest::word),
             budget,
             bound,
             shed_total: self.n_moved,
         };
         if orders.warning != self.warned {
             self.warned = orders.warning;
-            if let Some(Warning::MixedVersions) = orders.warning {
-                tracing::warn!("several versions have been running for a day; sessions are moved all the same");
+            if let Some(warning) = orders.warning {
+                warn(warning, self.n_moved);
             }
         }
         let may_log = self.logged.as_ref().is_none_or(|(at, state)| *state != orders.state && *at + QUIET <= now);
@@ -215,6 +219,7 @@ impl Shedder {
                 mode = self.mode.word(),
                 state = orders.state.word(),
                 suspended,
+                why = orders.rest.map(Rest::word),
                 budget,
                 bound,
                 cv = orders.plan.cv,
@@ -232,6 +237,23 @@ impl Shedder {
         let mut view = self.hub.shed.lock();
         view.state = State::Suspended(Vec::new()).word();
         view.suspended = leaving.iter().map(|reason| reason.word()).collect();
+        view.why = None;
+    }
+}
+
+fn warn(warning: Warning, moved: u64) {
+    match warning {
+        Warning::MixedVersions => {
+            tracing::warn!("several versions have been running for a day; sessions are moved all the same");
+        }
+        Warning::StayAway => {
+            tracing::warn!(moved, "clients that were moved do not come back to any node; nobody is moved for a while");
+        }
+        Warning::ComeBack => tracing::warn!(
+            moved,
+            "clients that were moved come back to this node; nobody is moved for a while: does the balancer in front \
+             go by least connections?"
+        ),
     }
 }
 

@@ -27,7 +27,7 @@ use crate::refusal::RefusalCode;
 mod labels;
 pub mod process;
 
-pub use labels::{RedisLink, ResumeLabel, RevocationSource, ShedSuspension, SkipReason};
+pub use labels::{LbPolicy, RedisLink, ResumeLabel, RevocationSource, ShedSuspension, SkipReason};
 
 /// The `Content-Type` of `Metrics::encode`: Prometheus' text format.
 pub const CONTENT_TYPE: &str = prometheus_text::CONTENT_TYPE;
@@ -82,6 +82,7 @@ pub struct Metrics {
     fleet: [Float; 5],
     shed: Counter,
     shed_suspended: Vec<Gauge>,
+    lb_policy: Vec<Gauge>,
     phase: Vec<Gauge>,
     plugin_panics: Counter,
     drain_forced: Counter,
@@ -219,6 +220,14 @@ impl Metrics {
                 ShedSuspension::ALL,
                 ShedSuspension::word,
             ),
+            lb_policy: by(
+                &mut r,
+                "gateway_lb_policy_observed",
+                "1 for what the balancer in front seems to go by",
+                "policy",
+                LbPolicy::ALL,
+                LbPolicy::word,
+            ),
             phase: by(&mut r, "gateway_phase", "1 for the phase the node is in", "phase", &Phase::ALL, Phase::word),
             plugin_panics: add(&mut r, "gateway_plugin_panics", "Panics caught in plugins", Counter::default()),
             drain_forced: add(
@@ -230,6 +239,7 @@ impl Metrics {
             registry: r,
         };
         this.phase(Phase::Starting);
+        this.lb_policy(LbPolicy::Unknown);
         Arc::new(this)
     }
 
@@ -396,6 +406,13 @@ impl Metrics {
         self.shed.inc_by(n);
     }
 
+    /// What the balancer in front seems to go by.
+    pub fn lb_policy(&self, observed: LbPolicy) {
+        for (gauge, each) in self.lb_policy.iter().zip(LbPolicy::ALL) {
+            gauge.set(i64::from(*each == observed));
+        }
+    }
+
     /// All that keeps sessions where they are at the moment; empty: nothing.
     pub fn shed_suspended(&self, reasons: &[ShedSuspension]) {
         for (gauge, each) in self.shed_suspended.iter().zip(ShedSuspension::ALL) {
@@ -445,7 +462,7 @@ where
 mod tests {
     use super::*;
 
-    const FAMILIES: [(&str, &str); 35] = [
+    const FAMILIES: [(&str, &str); 36] = [
         ("gateway_sessions_open", "gauge"),
         ("gateway_sessions_opened_total", "counter"),
         ("gateway_sessions_closed_total", "counter"),
@@ -473,6 +490,7 @@ mod tests {
         ("gateway_fleet_busiest_ratio", "gauge"),
         ("gateway_shed_total", "counter"),
         ("gateway_shed_suspended", "gauge"),
+        ("gateway_lb_policy_observed", "gauge"),
         ("gateway_phase", "gauge"),
         ("gateway_build_info", "gauge"),
         ("gateway_plugin_panics_total", "counter"),
@@ -601,6 +619,10 @@ mod tests {
         assert_eq!(value(&metrics, "gateway_fleet_busiest_ratio"), 1.5);
         metrics.shed_suspended(&[ShedSuspension::Hold, ShedSuspension::Deploy]);
         assert_eq!(value(&metrics, "gateway_shed_suspended{reason=\"deploy\"}"), 1.0);
+        assert_eq!(value(&metrics, "gateway_lb_policy_observed{policy=\"unknown\"}"), 1.0);
+        metrics.lb_policy(LbPolicy::Sticky);
+        assert_eq!(value(&metrics, "gateway_lb_policy_observed{policy=\"unknown\"}"), 0.0);
+        assert_eq!(value(&metrics, "gateway_lb_policy_observed{policy=\"sticky\"}"), 1.0);
         metrics.shed_suspended(&[]);
         assert_eq!(value(&metrics, "gateway_shed_suspended{reason=\"deploy\"}"), 0.0);
         assert_eq!(value(&metrics, "gateway_build_info{version=\"1.2.3\"}"), 1.0);

@@ -25,6 +25,11 @@ use crate::revocation::{RevocationConfig, Revocations, WhenUnavailable};
 use crate::session::SessionConfig;
 use crate::telemetry::Metrics;
 
+use self::mute::Mute;
+
+pub(crate) mod lines;
+pub(crate) mod mute;
+
 const SECS: fn(u64) -> Duration = Duration::from_secs;
 
 /// When every test begins.
@@ -41,6 +46,8 @@ pub(crate) struct Testing {
 pub(crate) struct Node {
     pub hub: Arc<Hub>,
     pub memory: Arc<Memory>,
+    /// In front of it.
+    pub mute: Arc<Mute>,
     pub metrics: Arc<Metrics>,
 }
 
@@ -77,6 +84,7 @@ impl Testing {
 
     fn node_of(&self, config: HubConfig) -> Node {
         let memory = self.log.node(&config.node);
+        let mute = Arc::new(Mute::new(memory.clone()));
         let metrics = Metrics::new("1.2.3");
         let verifier = Verifier::new(AuthConfig {
             keys: KeySource::Secret(Secret::new(vec![b'k'; 32])),
@@ -93,7 +101,7 @@ impl Testing {
         let fleet = FleetConfig { max_sessions_per_user: self.limit, ..config.fleet };
         let parts = Parts {
             config: HubConfig { fleet, ..config },
-            backplane: memory.clone(),
+            backplane: mute.clone(),
             verifier: Arc::new(verifier.expect("a good key")),
             revocations: Arc::new(Revocations::new(memory.clone(), revocation, metrics.clone())),
             plugins: Plugins::new(),
@@ -103,7 +111,7 @@ impl Testing {
         };
         let hub = Hub::new(parts);
         hub.start();
-        Node { hub, memory, metrics }
+        Node { hub, memory, mute, metrics }
     }
 }
 

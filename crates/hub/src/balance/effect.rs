@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::plan::ON_THEIR_WAY;
-use super::{Own, Plan};
+use super::{Own, Plan, Rest, Warning};
 use crate::clock::Dice;
 
 /// What is looked back on.
@@ -52,16 +52,43 @@ pub(super) struct Effect {
     began_at: Option<Instant>,
     all_shed: f64,
     until: Option<Instant>,
+    /// What the last break is for.
+    cause: Cause,
     times: u32,
+}
+
+#[derive(Clone, Copy)]
+enum Cause {
+    /// They did not come back at all.
+    StayAway,
+    /// They came back here.
+    ComeBack,
 }
 
 impl Effect {
     pub fn new(dice: Dice) -> Self {
-        Self { dice, samples: VecDeque::new(), began_at: None, all_shed: 0.0, until: None, times: 1 }
+        let cause = Cause::StayAway;
+        Self { dice, samples: VecDeque::new(), began_at: None, all_shed: 0.0, until: None, cause, times: 1 }
     }
 
     pub fn is_idle_until(&self, now: Instant) -> bool {
         self.until.is_some_and(|until| now < until)
+    }
+
+    /// Why there is a break, while there is one.
+    pub fn rest(&self, now: Instant) -> Option<Rest> {
+        self.is_idle_until(now).then_some(match self.cause {
+            Cause::StayAway => Rest::StayAway,
+            Cause::ComeBack => Rest::ComeBack,
+        })
+    }
+
+    /// To be logged once, at its beginning.
+    pub fn warning(&self, now: Instant) -> Option<Warning> {
+        self.is_idle_until(now).then_some(match self.cause {
+            Cause::StayAway => Warning::StayAway,
+            Cause::ComeBack => Warning::ComeBack,
+        })
     }
 
     /// Takes down this second and judges the last minute. `has_changed`: nodes came or went,
@@ -97,7 +124,9 @@ impl Effect {
         let on_their_way = ON_THEIR_WAY * (own_shed - self.at(now, RETURN).own_shed);
         let were_on_their_way = ON_THEIR_WAY * (first.own_shed - self.at(now, WINDOW + RETURN).own_shed);
         let fell = (first.own + were_on_their_way) - (own_n + on_their_way);
-        if all_closed - missing < RETURNED * all_closed || fell < HELPED * closed {
+        let stay_away = all_closed - missing < RETURNED * all_closed;
+        if stay_away || fell < HELPED * closed {
+            self.cause = if stay_away { Cause::StayAway } else { Cause::ComeBack };
             let spread = 1.0 + BREAK_SPREAD * self.dice.unit();
             self.until = Some(now + (BREAK * self.times).mul_f64(spread));
             self.times = (self.times * 2).min(LONGEST);

@@ -12,10 +12,7 @@ pub const SAMPLE: usize = 8;
 /// Idle for longer than this: nothing is going on.
 pub const IDLE: Duration = Duration::from_secs(30);
 
-/// Whoever came so lately may just have been moved here.
-pub const TOO_YOUNG: Duration = Duration::from_secs(120);
-
-/// Nobody is moved a third time within this.
+/// Whoever was moved or cut off so lately is moved again only where nobody else is found.
 pub const MOVED_LATELY: Duration = Duration::from_secs(600);
 
 /// What is known of a session that might be moved.
@@ -27,33 +24,40 @@ pub struct Candidate {
     pub idle_since: Instant,
     /// Until then the client asked not to be moved.
     pub busy_until: Option<Instant>,
-    /// When this client was moved the last two times, as far as is known.
-    pub moved_at: [Option<Instant>; 2],
+    /// It came with a cursor, so it was moved or cut off when it opened here. Of moves before that
+    /// nothing is known.
+    pub has_come_back: bool,
     /// When its age ends; `None`: never.
     pub recycle_at: Option<Instant>,
 }
 
 impl Candidate {
-    /// May it be moved at all?
-    pub fn may_move(&self, now: Instant) -> bool {
+    /// May it be moved at all, where sessions stay for so long (`BalanceConfig::stays`)?
+    pub fn may_move(&self, now: Instant, stays: Duration) -> bool {
         let is_busy = self.busy_until.is_some_and(|until| until > now);
-        let is_young = now.saturating_duration_since(self.opened_at) < TOO_YOUNG;
-        let was_moved = |at: &Option<Instant>| at.is_some_and(|at| now.saturating_duration_since(at) < MOVED_LATELY);
-        !is_busy && !is_young && !self.moved_at.iter().all(was_moved)
+        !is_busy && self.age(now) >= stays
+    }
+
+    fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.opened_at)
     }
 
     fn is_active(&self, now: Instant) -> bool {
         now.saturating_duration_since(self.idle_since) <= IDLE
     }
+
+    fn was_moved_lately(&self, now: Instant) -> bool {
+        self.has_come_back && self.age(now) < MOVED_LATELY
+    }
 }
 
 /// The places in `candidates` of the `n` to be moved, or fewer where not enough may be: idle ones
-/// first, and of those the ones whose age ends soonest.
-pub fn choose(now: Instant, candidates: &[Candidate], n: usize) -> Vec<usize> {
-    let mut chosen: Vec<usize> = (0..candidates.len()).filter(|i| candidates[*i].may_move(now)).collect();
+/// first, of those the ones that were not moved lately, and of those the ones whose age ends soonest.
+pub fn choose(now: Instant, stays: Duration, candidates: &[Candidate], n: usize) -> Vec<usize> {
+    let mut chosen: Vec<usize> = (0..candidates.len()).filter(|i| candidates[*i].may_move(now, stays)).collect();
     chosen.sort_by_key(|i| {
         let one = &candidates[*i];
-        (one.is_active(now), one.recycle_at.is_none(), one.recycle_at)
+        (one.is_active(now), one.was_moved_lately(now), one.recycle_at.is_none(), one.recycle_at)
     });
     chosen.truncate(n);
     chosen
@@ -67,18 +71,24 @@ mod tests {
         Duration::from_secs(n)
     }
 
+    const STAYS: Duration = s(120);
+
     fn quiet(now: Instant) -> Candidate {
         Candidate {
             opened_at: now - s(1_000),
             idle_since: now - s(100),
             busy_until: None,
-            moved_at: [None, None],
+            has_come_back: false,
             recycle_at: Some(now + s(1_000)),
         }
     }
 
     fn now() -> Instant {
         Instant::now() + s(10_000)
+    }
+
+    fn chosen(now: Instant, candidates: &[Candidate], n: usize) -> Vec<usize> {
+        choose(now, STAYS, candidates, n)
     }
 
     #[test]
@@ -89,35 +99,40 @@ mod tests {
         let soon = Candidate { recycle_at: Some(now + s(60)), ..quiet(now) };
         let never = Candidate { recycle_at: None, ..quiet(now) };
         let all = [active, never, idle, soon];
-        assert_eq!(choose(now, &all, 4), [3, 2, 1, 0]);
-        assert_eq!(choose(now, &all, 1), [3]);
-        assert!(choose(now, &all, 0).is_empty());
-        assert!(choose(now, &[], 4).is_empty());
+        assert_eq!(chosen(now, &all, 4), [3, 2, 1, 0]);
+        assert_eq!(chosen(now, &all, 1), [3]);
+        assert!(chosen(now, &all, 0).is_empty());
+        assert!(chosen(now, &[], 4).is_empty());
     }
 
     #[test]
     fn a_busy_session_stays_until_its_time_is_over() {
         let now = now();
         let busy = Candidate { busy_until: Some(now + s(1)), ..quiet(now) };
-        assert!(choose(now, &[busy], 1).is_empty());
-        assert_eq!(choose(now + s(1), &[busy], 1), [0]);
+        assert!(chosen(now, &[busy], 1).is_empty());
+        assert_eq!(chosen(now + s(1), &[busy], 1), [0]);
     }
 
     #[test]
-    fn a_session_stays_for_two_minutes_at_least() {
+    fn a_session_is_left_alone_for_as_long_as_sessions_stay_whichever_way_it_came() {
         let now = now();
-        let young = Candidate { opened_at: now - s(119), ..quiet(now) };
-        assert!(choose(now, &[young], 1).is_empty());
-        assert_eq!(choose(now + s(1), &[young], 1), [0]);
+        for has_come_back in [false, true] {
+            let young = Candidate { opened_at: now - s(119), has_come_back, ..quiet(now) };
+            assert!(chosen(now, &[young], 1).is_empty());
+            assert_eq!(chosen(now + s(1), &[young], 1), [0]);
+            assert_eq!(choose(now, s(119), &[young], 1), [0]);
+        }
     }
 
     #[test]
-    fn pitfall_9_nobody_is_moved_three_times_in_ten_minutes() {
+    fn pitfall_9_whoever_was_moved_within_ten_minutes_is_moved_again_only_for_want_of_others() {
         let now = now();
-        let moved = |ago: [Option<u64>; 2]| Candidate { moved_at: ago.map(|a| a.map(|a| now - s(a))), ..quiet(now) };
-        assert!(moved([None, None]).may_move(now));
-        assert!(moved([Some(130), None]).may_move(now));
-        assert!(moved([Some(130), Some(600)]).may_move(now));
-        assert!(!moved([Some(130), Some(599)]).may_move(now));
+        let moved = |ago| Candidate { opened_at: now - s(ago), has_come_back: true, ..quiet(now) };
+        let (lately, earlier) = (moved(599), moved(600));
+        let later = Candidate { recycle_at: Some(now + s(2_000)), ..quiet(now) };
+        assert_eq!(chosen(now, &[lately, later, earlier], 3), [2, 1, 0]);
+        // But an idle one goes before one that would notice.
+        let active = Candidate { idle_since: now, ..quiet(now) };
+        assert_eq!(chosen(now, &[active, lately], 2), [1, 0]);
     }
 }

@@ -17,7 +17,7 @@ const JOIN_GRACE: Duration = Duration::from_secs(15);
 /// one newcomer 20 % short; and one full node among twenty finds nobody who misses 1 %.)
 const NEAR: f64 = 0.01;
 
-/// Smaller gaps are chance, not imbalance: so many sessions, or three times the square root of the
+/// Smaller gaps may be chance and are no imbalance: so many sessions, or three times the square root of the
 /// target, which is what random placement alone makes of a few nodes.
 const SMALLEST_GAP: f64 = 50.0;
 const CHANCE: f64 = 3.0;
@@ -136,6 +136,8 @@ pub struct Plan {
     pub(super) stop: f64,
     /// Closed for shedding by all that serve, a second.
     pub(super) shed_rate: f64,
+    /// A node is off by more than the tolerance, but by so few sessions that it may be chance.
+    pub(super) is_off_by_few: bool,
     is_uneven: bool,
 }
 
@@ -155,6 +157,11 @@ impl Plan {
         self.places.iter().filter(|place| place.role != Role::Away).count()
     }
 
+    /// The node's target if nobody was on the way: what is known, where the rest is a guess.
+    pub(super) fn landed(&self, place: &Place) -> f64 {
+        place.target - place.share * self.in_flight
+    }
+
     pub(super) fn of(view: &View, own: &str, config: &BalanceConfig) -> Self {
         let live: Vec<&Seen> = view.nodes.iter().filter(|seen| is_live(seen, config)).collect();
         let in_flight = on_their_way(&live);
@@ -170,6 +177,7 @@ impl Plan {
         let excess: f64 = rows.iter().map(|row| row.excess).sum();
         let mine = rows.iter().find(|row| &*row.seen.node == own).map_or(0.0, |row| row.excess);
         let recipients = || rows.iter().filter(|row| row.may_receive);
+        let is_uneven = rows.iter().any(|row| row.stands_out(config.tolerance));
         Self {
             places: view.nodes.iter().map(|seen| place(seen, &rows)).collect(),
             total,
@@ -181,7 +189,8 @@ impl Plan {
             own_per_second: if excess > 0.0 { budget.per_second * mine / excess } else { 0.0 },
             stop,
             shed_rate: live.iter().map(|seen| seen.moved.shed as f64).sum::<f64>() / COUNTED,
-            is_uneven: rows.iter().any(|row| row.stands_out(config.tolerance)),
+            is_off_by_few: !is_uneven && rows.iter().any(|row| row.is_off(config.tolerance)),
+            is_uneven,
         }
     }
 }
@@ -240,8 +249,16 @@ impl<'a> Row<'a> {
     }
 
     fn stands_out(&self, tolerance: f64) -> bool {
+        self.is_off_by(SMALLEST_GAP.max(CHANCE * self.target.sqrt()).max(tolerance * self.target))
+    }
+
+    /// By the tolerance alone, and by a whole session.
+    fn is_off(&self, tolerance: f64) -> bool {
+        self.is_off_by((tolerance * self.target).max(1.0))
+    }
+
+    fn is_off_by(&self, least: f64) -> bool {
         let above = self.n() - self.target;
-        let least = SMALLEST_GAP.max(CHANCE * self.target.sqrt()).max(tolerance * self.target);
         above > least || (self.may_receive && -above > least)
     }
 

@@ -2,11 +2,16 @@ use std::ops::Range;
 use std::task::Waker;
 
 use super::*;
+use crate::auth::Identity;
+use crate::backplane::Publish;
+use crate::channel::Channel;
 use crate::fleet::{Fitness, refresh};
 use crate::hub::{HubConfig, Open};
 use crate::outbox::Batch;
 use crate::session::Attention;
-use crate::testing::{Node, Testing, ends};
+use crate::testing::lines::Lines;
+use crate::testing::mute::Answers;
+use crate::testing::{BEGINNING, Node, Testing, ends, identity};
 
 const fn s(n: u64) -> Duration {
     Duration::from_secs(n)
@@ -83,20 +88,57 @@ async fn drain_of(node: &Node, sessions: Vec<Open>) -> Vec<f64> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_drain_is_as_long_as_the_others_need_and_no_second_has_more_than_its_part() {
+async fn pitfall_26_a_drain_is_as_long_as_the_others_need_and_no_second_has_more_than_its_part() {
+    for n in [1_000, 4_000] {
+        let testing = Testing::new(0);
+        let (a, b) = (testing.node_like("a", |config| config.capacity = n).await, testing.node_like("b", |_| {}).await);
+        let c = testing.node_like("c", |_| {}).await;
+        takers(&[&a, &b, &c]).await;
+        // Two that take a hundred each: half of that for us.
+        let mut ends = drain_of(&a, (0..n).map(|i| a.open(&i.to_string())).collect()).await;
+        ends.sort_by(f64::total_cmp);
+        assert!(ends[0] >= 5.0 && ends[0] < 5.5, "the grace first: {}", ends[0]);
+        let (length, window) = (ends[n - 1] - 5.0, n as f64 / 100.0);
+        assert!((length / window - 1.0).abs() <= 0.05, "{length} of {window}");
+        let in_second = |from: f64| ends.iter().filter(|end| (from..from + 1.0).contains(*end)).count();
+        let most = (0..n / 10).map(|i| in_second(5.0 + i as f64 / 10.0)).max().unwrap();
+        assert!(most <= 125, "{most} in one second");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_session_or_none_is_not_waited_for_beyond_the_grace() {
+    for n in [0, 1, 3] {
+        let a = Testing::new(0).node_like("a", |config| config.drain.window = Window::Fixed(s(60))).await;
+        let began = Instant::now();
+        let ends = drain_of(&a, (0..n).map(|i| a.open(&i.to_string())).collect()).await;
+        assert_eq!(ends.len(), n);
+        assert!(began.elapsed() >= s(5) && began.elapsed() < Duration::from_millis(5_500), "{:?}", began.elapsed());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_grace_that_is_too_short_is_told_with_the_one_that_would_do() {
+    let lines = Lines::listen();
+    let told = "the window is shorter than the other nodes bear";
     let testing = Testing::new(0);
-    let (a, b) = (testing.node_like("a", |_| {}).await, testing.node_like("b", |_| {}).await);
-    let c = testing.node_like("c", |_| {}).await;
-    takers(&[&a, &b, &c]).await;
-    // Two that take a hundred each: half of that for us.
-    let mut ends = drain_of(&a, (0..1_000).map(|i| a.open(&i.to_string())).collect()).await;
-    ends.sort_by(f64::total_cmp);
-    assert!(ends[0] >= 5.0 && ends[0] < 5.5, "the grace first: {}", ends[0]);
-    let length = ends[999] - 5.0;
-    assert!((9.5..=10.5).contains(&length), "{length}");
-    let in_second = |from: f64| ends.iter().filter(|end| (from..from + 1.0).contains(*end)).count();
-    let most = (0..100).map(|i| in_second(5.0 + f64::from(i) / 10.0)).max().unwrap();
-    assert!(most <= 125, "{most} in one second");
+    let deadline = |seconds| move |config: &mut HubConfig| config.drain.deadline = s(seconds);
+    let (a, b) = (testing.node_like("a", deadline(20)).await, testing.node_like("b", deadline(20)).await);
+    // The other takes a hundred a second, half of that is ours: 1,000 need 20 s, and 12 are there.
+    takers(&[&a, &b]).await;
+    drain_of(&a, (0..1_000).map(|i| a.open(&i.to_string())).collect()).await;
+    let warned = lines.with(told);
+    assert_eq!(warned.len(), 1, "{warned:?}");
+    for figure in ["WARN", "GATEWAY_DRAIN_DEADLINE", "window_s=12", "needed_s=20", "deadline_s=29"] {
+        assert!(warned[0].contains(figure), "{figure}: {}", warned[0]);
+    }
+    // With the deadline that it was told nobody is warned.
+    let (c, d) = (testing.node_like("c", deadline(29)).await, testing.node_like("d", |_| {}).await);
+    a.hub.shut_down().await;
+    b.hub.shut_down().await;
+    takers(&[&c, &d]).await;
+    drain_of(&c, (0..1_000).map(|i| c.open(&i.to_string())).collect()).await;
+    assert_eq!(lines.with(told).len(), 1, "{:?}", lines.with(told));
 }
 
 #[tokio::test(start_paused = true)]
@@ -146,6 +188,61 @@ async fn a_drain_needs_no_backplane_and_recycles_nobody() {
     let ends = drain_of(&a, (0..60).map(|i| a.open(&i.to_string())).collect()).await;
     let last = ends.iter().copied().fold(0.0, f64::max);
     assert!((62.0..=65.2).contains(&last), "{last}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_keeps_to_its_window_though_the_backplane_never_answers() {
+    let testing = Testing::new(0);
+    let (a, b) = (testing.node_like("a", |_| {}).await, testing.node_like("b", |_| {}).await);
+    takers(&[&a, &b]).await;
+    let sessions: Vec<Open> = (0..500).map(|i| a.open(&i.to_string())).collect();
+    a.mute.set(Answers::Never);
+    tokio::time::sleep(s(30)).await;
+    // What the other takes is known from before: fifty a second for us.
+    let ends = drain_of(&a, sessions).await;
+    let (first, last) = ends.iter().fold((f64::MAX, 0.0_f64), |(first, last), end| (first.min(*end), last.max(*end)));
+    assert!((5.0..5.5).contains(&first) && (14.5..=15.5).contains(&last), "{first} to {last}");
+    let began = Instant::now();
+    a.hub.shut_down().await;
+    assert!(began.elapsed() < s(3), "{:?}", began.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_position_is_no_activity_and_an_event_is_one_with_an_id_or_without() {
+    let testing = Testing::new(0);
+    let a = testing.node_like("a", |config| config.session.position_every = s(10)).await;
+    let open = a.open_as(identity(Some("1")), &["news"]);
+    let opened = Instant::now();
+    tokio::time::sleep(s(5)).await;
+    let before = open.session().lock().outbox.bytes();
+    tokio::time::sleep(s(55)).await;
+    let turn = || DrainTurn::of(open.session(), Instant::now(), Instant::now());
+    assert!(open.session().lock().outbox.bytes() > before + 200, "positions were sent");
+    assert_eq!((open.session().candidate().unwrap().idle_since, turn()), (opened, DrainTurn::Idle));
+    for ephemeral in [false, true] {
+        tokio::time::sleep(s(31)).await;
+        assert_eq!(turn(), DrainTurn::Idle);
+        let event =
+            Publish { channel: Channel::new("news").unwrap(), name: None, data: "1".into(), ephemeral, key: None };
+        a.hub.publish(event).await.unwrap();
+        tokio::time::sleep(s(5)).await;
+        assert_eq!(turn(), DrainTurn::Active);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn pitfall_14_tokens_with_one_end_leave_over_a_fifth_of_their_life() {
+    let a = Testing::new(0).node_like("a", |_| {}).await;
+    let expires_at = BEGINNING + s(600);
+    let began = Instant::now();
+    let of = |i: usize| Identity { expires_at: Some(expires_at), ..identity(Some(&i.to_string())) };
+    let ends = ends((0..200).map(|i| a.open_as(of(i), &[])).collect()).await;
+    let mut ages: Vec<f64> = ends.iter().map(|(at, _)| (*at - began).as_secs_f64()).collect();
+    ages.sort_by(f64::total_cmp);
+    assert!(ends.iter().all(|(_, reason)| *reason == CloseReason::TokenExpired));
+    assert!(ages[0] >= 480.0 && ages[0] < 490.0 && ages[199] > 590.0 && ages[199] <= 600.2, "{ages:?}");
+    let most = ages.iter().map(|at| ages.iter().filter(|age| (*at..*at + 12.0).contains(*age)).count()).max();
+    assert!(most.unwrap() <= 40, "{most:?} in a tenth of it");
 }
 
 #[tokio::test(start_paused = true)]

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::placement::Trials;
 use super::recent::Counts;
 use crate::balance::{Moved, Seen};
 use crate::handle::Phase;
@@ -38,6 +39,9 @@ pub(super) struct Said {
     /// What it did in the 5 s before the report.
     #[serde(default)]
     pub lately: Counts,
+    /// What became of sessions that it moved while another node was emptier.
+    #[serde(default)]
+    pub trials: Trials,
 }
 
 impl Said {

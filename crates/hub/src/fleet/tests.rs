@@ -1,12 +1,23 @@
+use super::view::evened;
 use super::*;
 use crate::backplane::{Backplane, Publish};
 use crate::channel::Channel;
 use crate::cursor::EventId;
+use crate::testing::mute::Answers;
 use crate::testing::{BEGINNING, Node, Testing, until};
 
 fn one(name: &str, n_sessions: usize, capacity: usize, phase: &str) -> NodeView {
-    let (phase, version) = (phase.to_owned(), "1".to_owned());
-    NodeView { node: name.into(), n_sessions, capacity, share: 0.0, target: 0.0, phase, version, age: Duration::ZERO }
+    NodeView {
+        node: name.into(),
+        n_sessions,
+        capacity,
+        share: 0.0,
+        target: 0.0,
+        phase: phase.to_owned(),
+        is_ready: phase == "serving",
+        version: "1".to_owned(),
+        age: Duration::ZERO,
+    }
 }
 
 fn names(node: &Node) -> Vec<(String, usize, String)> {
@@ -192,6 +203,67 @@ async fn readiness_is_what_the_probe_says_once_it_says_anything() {
     assert_eq!(seen().await, (Some(s(3)), false));
     a.hub.drain();
     assert_eq!(seen().await.0, None, "who leaves is not ready");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_is_ready_is_shown_to_all() {
+    let testing = Testing::new(0);
+    let (a, b) = (testing.node("a").await, testing.node("b").await);
+    let shown = async || {
+        refresh(&b.hub).await.unwrap();
+        refresh(&a.hub).await.unwrap();
+        a.hub.fleet().nodes.iter().map(|node| node.is_ready).collect::<Vec<_>>()
+    };
+    assert_eq!(shown().await, [true, true]);
+    b.hub.set_fitness(Fitness { is_ready: false, is_lagging: false });
+    assert_eq!(shown().await, [true, false]);
+    b.hub.set_fitness(Fitness { is_ready: true, is_lagging: true });
+    a.hub.drain();
+    assert_eq!(shown().await, [false, true]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_report_without_an_answer_is_a_failure_after_half_a_second_and_over_after_five() {
+    let testing = Testing::new(0);
+    let a = testing.node("a").await;
+    refresh(&a.hub).await.unwrap();
+    assert_eq!(a.hub.fleet.failing_since(), None);
+    a.mute.set(Answers::Never);
+    let hub = a.hub.clone();
+    let began = Instant::now();
+    let report = tokio::spawn(async move { refresh(&hub).await });
+    tokio::time::sleep(Duration::from_millis(490)).await;
+    assert_eq!(a.hub.fleet.failing_since(), None);
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    assert!(a.hub.fleet.failing_since().is_some());
+    let error = report.await.unwrap().unwrap_err();
+    assert_eq!((error.0.as_str(), began.elapsed().as_secs()), ("it does not answer", 5));
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!(a.hub.fleet.failing_since().is_some());
+    a.mute.set(Answers::AtOnce);
+    until("reports go on", || a.hub.fleet.failing_since().is_none()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_became_of_moved_sessions_is_told_to_the_others_and_no_form_of_it_is_believed_blindly() {
+    let testing = Testing::new(0);
+    let a = testing.node("a").await;
+    let earlier = serde_json::to_value(said(&a.hub)).unwrap();
+    let foreign = testing.log.node("z");
+    let moved = async |trials: serde_json::Value| {
+        let mut report = earlier.clone();
+        report["trials"] = trials;
+        foreign.report(report.to_string(), Duration::from_secs(20)).await.unwrap();
+        refresh(&a.hub).await.unwrap();
+        let placing = a.hub.fleet().placing;
+        (placing.n_moved, placing.n_back)
+    };
+    assert_eq!(moved(serde_json::json!({"moved": 7, "back": 3})).await, (7, 3));
+    assert_eq!(moved(serde_json::json!({"moved": 7, "later": 3})).await, (7, 0));
+    assert_eq!(moved(serde_json::json!({"moved": 3, "back": 4})).await, (0, 0));
+    // A report that is not read at all is no node of ours.
+    assert_eq!(moved(serde_json::json!({"moved": -1})).await, (0, 0));
+    assert_eq!(a.hub.fleet().nodes.len(), 1);
 }
 
 #[tokio::test(start_paused = true)]

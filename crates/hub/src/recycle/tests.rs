@@ -237,17 +237,100 @@ fn nobody_stays_beyond_the_maximum_and_ninety_seconds_whatever_puts_it_off() {
 }
 
 #[test]
-fn a_node_that_is_short_of_sessions_keeps_each_a_quarter_longer_once() {
+fn a_node_that_is_short_of_sessions_keeps_each_a_quarter_of_what_is_left_longer_once() {
     let (began, dice) = (Instant::now(), Dice::seeded(5));
     let recycle = recycle(began);
     recycle.set_short(Short::Yes);
     let now = began + s(1_600);
     let one = aged(began, now);
-    assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Extend(now + s(400)));
+    assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Extend(now + s(500)));
     let extended = Aged { is_extended: true, ..one };
     assert_eq!(recycle.judge(now, &extended, 1, &dice), Verdict::Leave);
     recycle.set_short(Short::No);
     assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Leave);
+}
+
+#[test]
+fn where_clients_only_come_back_each_is_kept_for_half_of_what_is_left_once() {
+    let (began, dice) = (Instant::now(), Dice::seeded(5));
+    let recycle = recycle(began);
+    recycle.set_home(Home::Here);
+    recycle.set_short(Short::Yes);
+    let now = began + s(1_600);
+    let one = aged(began, now);
+    assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Extend(now + s(1_000)));
+    assert_eq!(recycle.judge(now, &Aged { is_extended: true, ..one }, 1, &dice), Verdict::Leave);
+    let last = began + MAX;
+    assert_eq!(recycle.judge(last, &aged(began, last), 1, &dice), Verdict::Leave, "nothing is left");
+    recycle.set_home(Home::Anywhere);
+    recycle.set_short(Short::No);
+    assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Leave);
+}
+
+#[test]
+fn ages_that_are_extended_still_end_evenly_and_do_not_pile_up_at_the_maximum() {
+    const N: usize = 10_000;
+    for (home, short, from) in [(Home::Anywhere, Short::Yes, 1_800.0), (Home::Here, Short::No, 2_400.0)] {
+        let (began, dice) = (Instant::now(), Dice::seeded(5));
+        let recycle = recycle(began);
+        recycle.set_home(home);
+        recycle.set_short(short);
+        let mut ends: Vec<f64> = (0..N)
+            .map(|_| {
+                let at = began + dice.between(MIN, MAX);
+                let Verdict::Extend(to) = recycle.judge(at, &aged(began, at), N, &dice) else { panic!("kept longer") };
+                (to - began).as_secs_f64()
+            })
+            .collect();
+        ends.sort_by(f64::total_cmp);
+        let meant = |end: f64| (end - from) / (3_600.0 - from);
+        let off = ends.iter().enumerate().map(|(i, end)| (meant(*end) - i as f64 / N as f64).abs()).fold(0.0, f64::max);
+        assert!(off < 1.63 / 100.0, "{off}");
+    }
+}
+
+#[test]
+fn a_thousand_that_came_within_100_ms_leave_over_the_whole_range_of_their_ages() {
+    let (began, dice) = (Instant::now(), Dice::seeded(5));
+    let recycle = Recycle::new(Some((s(10), s(30))), began);
+    let age = |i: u64| recycle.age(began + Duration::from_micros(100 * i), &dice).unwrap().as_secs_f64();
+    let ends: Vec<f64> = (0..1_000).map(age).collect();
+    // 1,000 over 20 s are 50 a second, if they were even.
+    for tenth in 0..300 {
+        let from = f64::from(tenth) / 10.0;
+        let n = ends.iter().filter(|end| (from..from + 1.0).contains(*end)).count();
+        assert!(n <= 100, "{n} in the second from {from} s");
+    }
+    assert!(ends.iter().any(|end| *end > 28.0) && ends.iter().all(|end| *end < 30.0));
+    let again: Vec<f64> = (0..1_000).map(age).collect();
+    assert!(ends.iter().zip(&again).filter(|(one, other)| one == other).count() < 3, "each draws anew");
+}
+
+#[test]
+fn pitfall_32_deploys_every_half_hour_do_not_swing_up_what_is_recycled() {
+    const N: usize = 5_000;
+    const DEPLOY: u64 = 1_800_000;
+    let dice = Dice::seeded(5);
+    let ms = |d: Duration| u64::try_from(d.as_millis()).unwrap();
+    let began = Instant::now();
+    let at = |ms: u64| began + Duration::from_millis(ms);
+    let mut ends = Vec::new();
+    for deploy in 0..8 {
+        // A new process, to which all come within 100 s and stay until the next.
+        let start = deploy * DEPLOY;
+        let recycle = Recycle::new(Some((MIN, MAX)), at(start));
+        let mut opened: BinaryHeap<Reverse<u64>> = (0..N as u64).map(|i| Reverse(start + 20 * i)).collect();
+        while let Some(Reverse(now)) = opened.pop() {
+            let end = now + ms(recycle.age(at(now), &dice).unwrap());
+            if end < start + DEPLOY {
+                ends.push(end);
+                opened.push(Reverse(end + ms(dice.between(Duration::ZERO, s(5)))));
+            }
+        }
+    }
+    ends.sort_unstable();
+    let peak = peak(&ends, Duration::ZERO, s(8 * 1_800));
+    assert!(peak <= 2.0, "{peak:.2} times the mean");
 }
 
 #[test]

@@ -89,14 +89,11 @@ impl State {
 
     /// What is known of it when some are to be moved; `None` where it is leaving already.
     pub(super) fn candidate(&self, opened_at: Instant) -> Option<Candidate> {
-        // Resumed, so it was moved or cut off when it came here. Of earlier moves nothing is known.
-        let came_back = matches!(self.resumed, Some(Resume::Ok | Resume::Gap)).then_some(opened_at);
         (!self.is_over()).then_some(Candidate {
             opened_at,
-            // A `position` counts as well: for half a minute every few, an idle session may pass for an active one.
-            idle_since: self.message_at.max(self.id_sent_at),
+            idle_since: self.message_at.max(self.event_at),
             busy_until: self.busy_until,
-            moved_at: [came_back, None],
+            has_come_back: matches!(self.resumed, Some(Resume::Ok | Resume::Gap)),
             recycle_at: self.age_at,
         })
     }

@@ -1,10 +1,16 @@
+//! The moving of sessions on real hubs, under a balancer of this file: how it goes, what stops it
+//! (`silent`: a backplane without a word), and what is noticed where it is of no use (`useless`).
+
+mod silent;
+mod useless;
+
 use std::collections::BTreeMap;
 
 use tokio::time::sleep;
 
 use super::*;
 use crate::backplane::Backplane;
-use crate::hub::Open;
+use crate::hub::{HubConfig, Open};
 use crate::testing::{Node, Testing};
 
 const fn s(n: u64) -> Duration {
@@ -16,42 +22,91 @@ const CONFIG: ShedConfig = ShedConfig {
     balance: BalanceConfig { tolerance: 0.05, fraction: 0.025, interval: s(5), report_every: s(5) },
 };
 
-/// Clients whose balancer sends each to the emptiest node, and who come back up to 5 s after a close.
+/// How the balancer in front chooses.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Front {
+    Emptiest,
+    InTurn,
+    /// The node it was on.
+    Same,
+}
+
+/// A client that was told to leave.
+struct Away {
+    back_at: Instant,
+    user: String,
+    /// The node it was on.
+    was_on: usize,
+}
+
+/// Clients behind a balancer, who come back up to 5 s after a close.
 struct World {
     testing: Testing,
+    front: Front,
+    config: ShedConfig,
+    /// Clients come back within this time,
+    within: Duration,
+    /// this part of them.
+    returning: f64,
     nodes: Vec<Node>,
     clients: Vec<(usize, Open)>,
-    returning: Vec<Instant>,
+    away: Vec<Away>,
+    turn: usize,
     /// When, from which node, why.
     closes: Vec<(Instant, usize, CloseReason)>,
+    /// How often each user was told to leave.
+    n_moves: BTreeMap<String, usize>,
 }
 
 impl World {
     fn new() -> Self {
-        let (nodes, clients) = (Vec::new(), Vec::new());
-        Self { testing: Testing::new(0), nodes, clients, returning: Vec::new(), closes: Vec::new() }
+        Self {
+            testing: Testing::new(0),
+            front: Front::Emptiest,
+            config: CONFIG,
+            within: s(5),
+            returning: 1.0,
+            nodes: Vec::new(),
+            clients: Vec::new(),
+            away: Vec::new(),
+            turn: 0,
+            closes: Vec::new(),
+            n_moves: BTreeMap::new(),
+        }
     }
 
     /// A node with so many sessions.
     async fn add(&mut self, n: usize, mode: ShedMode) {
+        self.add_like(n, mode, |_| {}).await;
+    }
+
+    async fn add_like(&mut self, n: usize, mode: ShedMode, change: impl FnOnce(&mut HubConfig)) {
         let name = char::from(b'a' + self.nodes.len() as u8).to_string();
-        let node = self.testing.node_like(&name, |_| {}).await;
-        node.hub.balance(ShedConfig { mode, ..CONFIG });
+        let report_every = self.config.balance.report_every;
+        let change = |config: &mut HubConfig| {
+            config.fleet.report_every = report_every;
+            change(config);
+        };
+        let node = self.testing.node_like(&name, change).await;
+        node.hub.balance(ShedConfig { mode, ..self.config });
         let of_node = self.nodes.len();
-        self.clients.extend((0..n).map(|i| (of_node, node.open(&i.to_string()))));
+        self.clients.extend((0..n).map(|i| (of_node, node.open(&format!("{name}{i}")))));
         self.nodes.push(node);
     }
 
     /// Three with 300 each that have been there for a while, then an empty one.
     async fn three_and_a_new_one(mode: ShedMode) -> Self {
-        let mut world = Self::new();
+        Self::new().with_three_and_a_new_one(mode).await
+    }
+
+    async fn with_three_and_a_new_one(mut self, mode: ShedMode) -> Self {
         for _ in 0..3 {
-            world.add(300, mode).await;
+            self.add(300, mode).await;
         }
-        world.pass(s(150)).await;
-        assert_eq!(world.closes, [], "an even fleet is left alone");
-        world.add(0, mode).await;
-        world
+        self.pass(s(150)).await;
+        assert_eq!(self.closes, [], "an even fleet is left alone");
+        self.add(0, mode).await;
+        self
     }
 
     async fn pass(&mut self, time: Duration) {
@@ -72,20 +127,35 @@ impl World {
 
     fn step(&mut self) {
         let now = Instant::now();
-        let mut back = 0;
+        let dice = &self.nodes[0].hub.dice;
         self.clients.retain(|(node, open)| {
             let Some(reason) = open.session().ending() else { return true };
+            let user = open.session().info.identity.user.as_deref().expect("all have one").to_owned();
             self.closes.push((now, *node, reason));
-            back += 1;
+            *self.n_moves.entry(user.clone()).or_default() += 1;
+            if dice.unit() < self.returning {
+                let back_at = now + dice.between(Duration::ZERO, self.within);
+                self.away.push(Away { back_at, user, was_on: *node });
+            }
             false
         });
-        let dice = &self.nodes[0].hub.dice;
-        self.returning.extend((0..back).map(|_| now + dice.between(Duration::ZERO, s(5))));
-        let due = self.returning.extract_if(.., |at| *at <= now).count();
-        for _ in 0..due {
-            let open = self.nodes.iter().enumerate().filter(|(_, node)| node.hub.phase() == Phase::Serving);
-            let (emptiest, node) = open.min_by_key(|(_, node)| node.hub.load().n_sessions).expect("one serves");
-            self.clients.push((emptiest, node.open("back")));
+        let due: Vec<Away> = self.away.extract_if(.., |away| away.back_at <= now).collect();
+        for away in due {
+            let node = self.choose(away.was_on);
+            self.clients.push((node, self.nodes[node].open(&away.user)));
+        }
+    }
+
+    fn choose(&mut self, was_on: usize) -> usize {
+        let serves = |node: &usize| self.nodes[*node].hub.phase() == Phase::Serving;
+        let open: Vec<usize> = (0..self.nodes.len()).filter(serves).collect();
+        self.turn += 1;
+        match self.front {
+            Front::Same if open.contains(&was_on) => was_on,
+            Front::Same | Front::InTurn => open[self.turn % open.len()],
+            Front::Emptiest => {
+                *open.iter().min_by_key(|node| self.nodes[**node].hub.load().n_sessions).expect("one serves")
+            }
         }
     }
 
@@ -129,7 +199,9 @@ async fn a_new_node_is_filled_in_the_time_that_the_budget_makes_and_no_further()
     }
     let moved: u64 = (0..4).map(|node| world.shed(node).shed_total).sum();
     assert_eq!(moved, n as u64);
-    assert_eq!(world.shed(0).suspended, Vec::<&str>::new());
+    assert!(world.n_moves.values().all(|n| *n == 1), "nobody twice");
+    let view = world.shed(0);
+    assert_eq!((view.state, &view.suspended[..], view.why), ("idle", &[][..], Some("even")));
     world.closes.clear();
     world.pass(s(600)).await;
     assert_eq!(world.closes, [], "what is even stays as it is");
@@ -285,4 +357,48 @@ async fn who_is_busy_or_came_just_now_is_left_alone() {
     assert_eq!(world.closes, []);
     world.pass(s(15)).await;
     assert!(!world.closes.is_empty(), "{:?}", world.shed(0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_short_reports_sessions_are_left_alone_for_less() {
+    let mut world = World::new();
+    world.config.balance.report_every = s(1);
+    world.add(300, ShedMode::On).await;
+    world.add(0, ShedMode::On).await;
+    // Their own age would let them go after 24 s; the fleet must have been watched for 30.
+    let opened = Instant::now();
+    world.until_shedding().await;
+    let took = world.closes[0].0 - opened;
+    assert!(took >= s(30) && took < s(36), "{took:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gap_below_the_minimum_is_left_and_said_to_be() {
+    let mut world = World::new();
+    world.add(100, ShedMode::On).await;
+    world.add(0, ShedMode::On).await;
+    world.pass(s(150)).await;
+    assert_eq!(world.closes, []);
+    let view = world.shed(0);
+    assert_eq!((view.state, &view.suspended[..], view.why), ("idle", &[][..], Some("below_minimum")));
+    // Two more and it is fifty-one.
+    let more: Vec<_> = (0..2).map(|i| (0, world.nodes[0].open(&format!("more{i}")))).collect();
+    world.clients.extend(more);
+    world.until("it is moved away", |world| world.counts()[0] < 60).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn clients_that_come_back_at_once_are_moved_until_the_fleet_is_even() {
+    let mut world = World::new();
+    world.within = Duration::ZERO;
+    // Fast enough that much more is taken to be on its way than is.
+    world.config.balance = BalanceConfig { fraction: 0.1, interval: s(1), report_every: s(1), ..world.config.balance };
+    world.add(160, ShedMode::On).await;
+    world.add(0, ShedMode::On).await;
+    world.until_shedding().await;
+    world.pass(s(60)).await;
+    let counts = world.counts();
+    assert!(counts[0].abs_diff(80) <= 3, "{counts:?}");
+    assert!(world.closes.len() <= 84 && world.n_moves.values().all(|n| *n == 1), "{}", world.closes.len());
+    assert_eq!(world.shed(0).state, "idle");
 }

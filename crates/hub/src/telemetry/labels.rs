@@ -99,3 +99,19 @@ labels! {
         Ineffective = "ineffective",
     }
 }
+
+labels! {
+    /// Where the balancer in front puts clients, as far as it shows.
+    LbPolicy {
+        /// Too little was seen: the fleet is even, or hardly anybody came.
+        Unknown = "unknown",
+        /// To the emptiest node: least connections.
+        Emptiest = "emptiest",
+        /// Rather to emptier ones: the better of two, or several balancers that do not know of each other.
+        Emptier = "emptier",
+        /// To all alike, however full: in turn, at random, or hashed newcomers.
+        Spread = "spread",
+        /// Back to where they were: by address, cookie or hash.
+        Sticky = "sticky",
+    }
+}

@@ -258,7 +258,63 @@ fn fewer_than_two_nodes_or_no_recipient_move_nobody() {
 }
 
 #[test]
-fn a_node_that_was_below_its_target_moves_nobody_for_two_minutes() {
+fn why_nobody_is_moved_is_always_said() {
+    type Fleet = Vec<Seen>;
+    let not_ready = |mut fleet: Fleet| {
+        fleet[2..].iter_mut().for_each(|node| node.ready_for = None);
+        fleet
+    };
+    for (fleet, state, rest) in [
+        (nodes(&[5_000, 5_000, 5_000, 5_000]), State::Idle, Some(Rest::Even)),
+        (nodes(&[0, 0]), State::Idle, Some(Rest::Even)),
+        (nodes(&[100, 0]), State::Idle, Some(Rest::BelowMinimum)),
+        (nodes(&[2, 0]), State::Idle, Some(Rest::Even)),
+        (nodes(&[3, 0]), State::Idle, Some(Rest::BelowMinimum)),
+        (nodes(&[6_000]), State::Idle, Some(Rest::Alone)),
+        (nodes(&[4_000, 6_000]), State::Armed, Some(Rest::NoExcess)),
+        (not_ready(uneven()), State::Armed, Some(Rest::NoRecipient)),
+        (uneven(), State::Shedding, None),
+    ] {
+        let orders = First::of(fleet).tick(1);
+        assert_eq!((orders.state, orders.rest), (state, rest), "{:?}", orders.plan.places);
+    }
+    let mut first = First::of(nodes(&[5_000, 5_000, 5_000, 5_000]));
+    first.view.nodes = uneven();
+    let orders = first.tick(1);
+    assert_eq!((orders.state, orders.rest), (State::Idle, Some(Rest::SeenOnce)));
+    let mut first = First::of(nodes(&[4_990, 5_000, 5_000, 5_010]));
+    first.view.nodes = uneven();
+    let orders = first.tick(10);
+    assert_eq!((orders.state, orders.rest), (State::Armed, Some(Rest::BelowLately)));
+    first.view.is_held = true;
+    assert_eq!(first.tick(1).rest, None, "the hold says it");
+}
+
+#[test]
+fn a_donor_that_others_way_back_alone_brings_to_its_target_waits_and_goes_on() {
+    let mut first = First::of(uneven());
+    assert_eq!(first.tick(1).state, State::Shedding);
+    // 640 were moved in five seconds, half of them is taken to be on its way: 5,000 would be right.
+    let mut fleet = nodes(&[5_040, 5_040, 4_800, 4_800]);
+    fleet[..2].iter_mut().for_each(|node| node.moved.shed = 320);
+    first.view.nodes = fleet;
+    let n = first.n_shed;
+    let orders = first.tick(3);
+    assert_eq!((orders.state, orders.rest, first.n_shed), (State::Shedding, Some(Rest::OnTheirWay), n));
+    // None of them was, they are simply gone: 4,920 is right, a gap that by itself starts nothing.
+    first.view.nodes = nodes(&[5_040, 5_040, 4_800, 4_800]);
+    assert!(!first.tick(1).plan.is_uneven());
+    assert!(first.n_shed > n);
+    // All of them were.
+    first.view.nodes = nodes(&[5_040, 5_040, 4_960, 4_960]);
+    let orders = first.tick(1);
+    assert_eq!((orders.state, orders.rest), (State::Idle, Some(Rest::Even)));
+    first.view.nodes = nodes(&[5_040, 5_040, 4_800, 4_800]);
+    assert_eq!(first.tick(5).state, State::Idle, "once it is over, only 5 % start it again");
+}
+
+#[test]
+fn a_node_that_was_below_its_target_moves_nobody_for_24_reports() {
     let mut first = First::of(nodes(&[4_990, 5_000, 5_000, 5_010]));
     first.view.nodes = uneven();
     first.tick(119);
