@@ -152,6 +152,11 @@ impl Channels {
         for shard in &self.shards {
             let mut shard = shard.lock().expect("no panic while a shard is held");
             shard.retain(|channel, entry| {
+                let listeners = &mut entry.listeners;
+                if listeners.capacity() > 64 && listeners.len() * 4 < listeners.capacity() {
+                    // The room of a crowd that went; slots do not move.
+                    listeners.shrink_to_fit();
+                }
                 let stays = entry.idle_since.is_none_or(|since| now < since + LINGER);
                 if !stays {
                     self.backplane.unwant(channel);
@@ -269,3 +274,6 @@ impl Place {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

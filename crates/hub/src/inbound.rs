@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use tokio::time::{Instant, timeout_at};
 
-use crate::attach;
+use crate::attach::{self, Late};
 use crate::auth::{Denied, Identity};
 use crate::channel::Channel;
 use crate::close::{CloseReason, Violation};
@@ -27,8 +27,11 @@ use crate::session::{Flood, Held, Session, Stage};
 
 /// Longest `ref` that is echoed, in bytes of JSON.
 const MAX_REFERENCE_BYTES: usize = 128;
-/// What a `subscribe` with `since` costs of the message rate: it reads history (contract).
-const REPLAY_COST: f64 = 10.0;
+/// What any message costs of the message rate.
+const MESSAGE: Cost = Cost { now: 1.0, whole: 1.0 };
+/// A `subscribe` with `since` reads history and costs ten (contract), one of which is taken as of any
+/// message.
+const REPLAY: Cost = Cost { now: 9.0, whole: 10.0 };
 const NOT_GRANTED: &str = "this token does not grant the channel";
 /// Longest span of `busy` (contract).
 const MAX_BUSY: Duration = Duration::from_secs(60);
@@ -45,6 +48,8 @@ pub(crate) struct Asks {
 enum Wish {
     Join(Since),
     Leave,
+    /// The new token joins it, nobody asked: it stays a wish until it is fulfilled.
+    Granted,
 }
 
 /// A `subscribe` or `unsubscribe` waiting for its turn.
@@ -54,6 +59,14 @@ pub(crate) struct ChannelAsk {
     pub channel: Channel,
     wish: Wish,
     deadline: Instant,
+}
+
+/// What a message takes of the message rate.
+#[derive(Clone, Copy)]
+struct Cost {
+    now: f64,
+    /// Altogether: repeating it makes sense once so much is there again.
+    whole: f64,
 }
 
 #[derive(Deserialize)]
@@ -72,6 +85,12 @@ struct ChannelFields<'a> {
     since: Option<Cow<'a, str>>,
 }
 
+impl ChannelFields<'_> {
+    fn since(&self) -> Since {
+        Since::parse(self.since.as_deref().unwrap_or_default().as_bytes())
+    }
+}
+
 #[derive(Deserialize)]
 struct AuthFields<'a> {
     #[serde(borrow)]
@@ -85,30 +104,47 @@ struct BusyFields {
 
 /// A whole message came in. Called by the session's driver, in order; never waits.
 pub(crate) fn received(hub: &Arc<Hub>, session: &Arc<Session>, message: Inbound) {
-    let now = Instant::now();
     if session.info.admission == Admission::Raw {
-        return offer_to_plugins(hub, session, &message, None);
+        offer_to_plugins(hub, session, &message, None);
+    } else {
+        looked_at(hub, session, &message);
     }
+    // Answers count like events: who does not read them is slow.
+    if session.is_overfull(hub.config.session.outbox_bytes) {
+        hub.end(session, CloseReason::Slow);
+    }
+}
+
+fn looked_at(hub: &Arc<Hub>, session: &Arc<Session>, message: &Inbound) {
+    let now = Instant::now();
     // What follows our last words is not looked at.
     if session.ending().is_some() {
         return;
     }
-    let Inbound::Text(text) = &message else {
-        if has_room(hub, session, 1.0, now, None) {
-            offer_to_plugins(hub, session, &message, None);
+    let Inbound::Text(text) = message else {
+        if has_room(hub, session, MESSAGE, now, None) {
+            offer_to_plugins(hub, session, message, None);
         }
         return;
     };
     // Read before the rate is looked at: who is told "too many" must know of which.
     let kind =
         parse::<Kind<'_>>(text).filter(|kind| kind.reference.is_none_or(|r| r.get().len() <= MAX_REFERENCE_BYTES));
-    if !has_room(hub, session, 1.0, now, kind.as_ref().and_then(|kind| kind.reference)) {
+    let cost = kind.as_ref().map_or(MESSAGE, |kind| cost_of(kind, text));
+    if !has_room(hub, session, cost, now, kind.as_ref().and_then(|kind| kind.reference)) {
         return;
     }
     match kind {
-        Some(kind) => known(hub, session, &message, text, &kind, now),
+        Some(kind) => known(hub, session, message, text, &kind, now),
         None => say_error(session, None, ErrorCode::BadMessage, "a message is a JSON object with a type", None),
     }
+}
+
+/// As of any message; but who is refused is told when there is room for all that this one costs.
+fn cost_of(kind: &Kind<'_>, text: &[u8]) -> Cost {
+    let is_replay =
+        kind.kind == "subscribe" && parse::<ChannelFields<'_>>(text).is_some_and(|f| f.since() != Since::Now);
+    if is_replay { Cost { whole: REPLAY.whole, ..MESSAGE } } else { MESSAGE }
 }
 
 fn known(hub: &Arc<Hub>, session: &Arc<Session>, message: &Inbound, text: &Bytes, kind: &Kind<'_>, now: Instant) {
@@ -141,11 +177,15 @@ fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Option<T> {
     (*first == b'{').then(|| serde_json::from_slice(text).ok()).flatten()
 }
 
-fn has_room(hub: &Arc<Hub>, session: &Arc<Session>, cost: f64, now: Instant, reference: Option<&RawValue>) -> bool {
-    let taken = session.lock().take_messages(cost, now, &hub.config.session);
+fn has_room(hub: &Arc<Hub>, session: &Arc<Session>, cost: Cost, now: Instant, reference: Option<&RawValue>) -> bool {
+    let taken = session.lock().take_messages(cost.now, now, &hub.config.session);
     match taken {
         Ok(()) => true,
-        Err(Flood::Over(after)) => {
+        Err(Flood::Over(even)) => {
+            // The debt, and then what a repetition takes: sooner it would be refused again. A
+            // millisecond more, as parts of one are not told.
+            let after = even + Duration::from_secs_f64(cost.whole / hub.config.session.client_rate);
+            let after = after + Duration::from_millis(1);
             say_error(session, reference, ErrorCode::RateLimited, "too many messages", Some(after));
             false
         }
@@ -172,10 +212,6 @@ fn offer_to_plugins(hub: &Arc<Hub>, session: &Arc<Session>, message: &Inbound, r
             Inbound::Text(_) => say_error(session, reference, ErrorCode::UnknownType, "no such message type", None),
         },
     }
-    // Answers count like events: who does not read them is slow.
-    if session.is_overfull(hub.config.session.outbox_bytes) {
-        hub.end(session, CloseReason::Slow);
-    }
 }
 
 fn channel_ask(
@@ -193,12 +229,11 @@ fn channel_ask(
     let wish = if kind == "unsubscribe" {
         Wish::Leave
     } else {
-        let since = Since::parse(fields.since.as_deref().unwrap_or_default().as_bytes());
-        if since != Since::Now && !has_room(hub, session, REPLAY_COST - 1.0, now, reference) {
+        let since = fields.since();
+        if since != Since::Now && !has_room(hub, session, REPLAY, now, reference) {
             return;
         }
-        let identity = session.lock().identity.clone();
-        if !hub.plugins.may_subscribe(&identity, &channel) {
+        if !is_granted(hub, session, &channel) {
             return say_error(session, reference, ErrorCode::Forbidden, NOT_GRANTED, None);
         }
         Wish::Join(since)
@@ -244,6 +279,7 @@ async fn work_off(hub: Arc<Hub>, session: Arc<Session>) {
                 session.say(&message::ok(ask.reference.as_deref(), Some(&ask.channel), None, position));
             }
             Wish::Join(since) => join(&hub, &session, &ask, since).await,
+            Wish::Granted => granted(&hub, &session, &ask).await,
         }
     }
 }
@@ -270,34 +306,76 @@ async fn join(hub: &Arc<Hub>, session: &Arc<Session>, ask: &ChannelAsk, since: S
     if timeout_at(ask.deadline, opened).await.is_err() {
         return say_error(session, reference, ErrorCode::Unavailable, "the session is not ready yet", None);
     }
-    let (is_held, n_subs) = {
-        let state = session.lock();
-        (state.find(&ask.channel).is_some(), state.n_subs())
-    };
-    if is_held {
+    if session.lock().find(&ask.channel).is_some() {
         let position = hub.session_position(session);
         return session.say(&message::ok(reference, Some(&ask.channel), Some(message::Resume::Ok), position));
     }
     // Asked again, now that its turn has come: a token with fewer grants may have replaced the one
     // that the question was asked with.
-    let identity = session.lock().identity.clone();
-    if !hub.plugins.may_subscribe(&identity, &ask.channel) {
+    if !is_granted(hub, session, &ask.channel) {
         return say_error(session, reference, ErrorCode::Forbidden, NOT_GRANTED, None);
     }
-    if n_subs >= hub.config.max_channels {
-        let text = format!("a session hears at most {} channels (GATEWAY_MAX_CHANNELS)", hub.config.max_channels);
-        return say_error(session, reference, ErrorCode::TooManyChannels, &text, None);
+    if !has_place(hub, session, ask) {
+        return;
     }
-    hub.join_channel(session, &ask.channel, Some(Box::new(Held::new())));
+    if attached(hub, session, &ask.channel, since, ask.deadline).await.is_err() {
+        say_error(session, reference, ErrorCode::Unavailable, "the backplane did not answer in time", None);
+    }
+}
+
+/// A channel that the new token joins. Nobody waits for an answer, so what is no news is not told,
+/// and while the backplane is away it goes behind what was asked for meanwhile and has its turn again.
+async fn granted(hub: &Arc<Hub>, session: &Arc<Session>, ask: &ChannelAsk) {
+    let deadline = Instant::now() + hub.config.auth_timeout;
+    let opened = timeout_at(deadline, session.until(|state| state.stage != Stage::Opening)).await;
+    let is_held = session.lock().find(&ask.channel).is_some();
+    if is_held || !is_granted(hub, session, &ask.channel) || !has_place(hub, session, ask) {
+        return;
+    }
+    if opened.is_err() || attached(hub, session, &ask.channel, Since::Now, deadline).await.is_err() {
+        let again = ChannelAsk { reference: None, channel: ask.channel.clone(), wish: Wish::Granted, deadline };
+        enqueue(hub, session, again);
+    }
+}
+
+/// May the session's identity, as it is now, hear the channel?
+fn is_granted(hub: &Hub, session: &Session, channel: &Channel) -> bool {
+    let identity = session.lock().identity.clone();
+    hub.plugins.may_subscribe(&identity, channel)
+}
+
+/// Has the session room for one more channel? It is told where it has none.
+fn has_place(hub: &Hub, session: &Session, ask: &ChannelAsk) -> bool {
+    let has_place = session.lock().n_subs() < hub.config.max_channels;
+    if !has_place {
+        let text = format!(
+            "a session hears at most {} channels (GATEWAY_MAX_CHANNELS): {} is one too many",
+            hub.config.max_channels, ask.channel
+        );
+        say_error(session, ask.reference.as_deref(), ErrorCode::TooManyChannels, &text, None);
+    }
+    has_place
+}
+
+/// Listens, replays, answers; where the backplane is late the channel is off the session again.
+async fn attached(
+    hub: &Arc<Hub>,
+    session: &Arc<Session>,
+    channel: &Channel,
+    since: Since,
+    deadline: Instant,
+) -> Result<(), Late> {
+    hub.join_channel(session, channel, Some(Box::new(Held::new())));
     let ended = session.until(|state| state.is_over());
     let joined = tokio::select! {
         biased;
-        () = ended => return,
-        joined = attach::subscribe(hub, session, &ask.channel, since, ask.deadline) => joined,
+        () = ended => Ok(()),
+        joined = attach::subscribe(hub, session, channel, since, deadline) => joined,
     };
-    if joined.is_err() {
-        hub.leave_channel(session, &ask.channel);
-        say_error(session, reference, ErrorCode::Unavailable, "the backplane did not answer in time", None);
+    match joined {
+        // What a new token took off meanwhile has had its answer.
+        Err(Late) if take_off(hub, session, channel).is_some() => Err(Late),
+        _ => Ok(()),
     }
 }
 
@@ -366,23 +444,70 @@ async fn take_over(
             say_error(session, reference, ErrorCode::Unavailable, "the revocation list cannot be read now", None);
         }
         CheckOutcome::Good => {
+            let before = session.lock().identity.clone();
             hub.replace_identity(session, identity, turn);
             let position = hub.session_position(session);
             session.say(&message::ok(reference, None, None, position));
+            join_granted(hub, session, &before, identity);
         }
     }
 }
 
-/// Takes away what the session's identity no longer grants.
+/// Joins what the new token names and the one `before` it did not, as a new connection would. What
+/// the client has left of the old one stays left.
+fn join_granted(hub: &Arc<Hub>, session: &Arc<Session>, before: &Identity, after: &Arc<Identity>) {
+    // A later token that was faster is in force, with channels of its own.
+    if !Arc::ptr_eq(&session.lock().identity, after) {
+        return;
+    }
+    let deadline = Instant::now() + hub.config.auth_timeout;
+    for channel in after.grants.joined.iter().filter(|channel| !before.grants.joined.contains(channel)) {
+        let ask = ChannelAsk { reference: None, channel: channel.clone(), wish: Wish::Granted, deadline };
+        enqueue(hub, session, ask);
+    }
+}
+
+/// Takes away what the session may no longer hear. `reason` is for what its identity does not
+/// grant; where a plugin forbids what the identity grants, the plugin is the reason.
 pub(crate) fn withdraw(hub: &Arc<Hub>, session: &Arc<Session>, reason: Unsubscribed) {
     let (identity, channels): (_, Vec<Channel>) = {
         let state = session.lock();
         (state.identity.clone(), state.subs.iter().flatten().map(|sub| sub.channel.clone()).collect())
     };
     for channel in channels {
-        if !hub.plugins.may_subscribe(&identity, &channel) {
-            hub.leave_channel(session, &channel);
-            session.say(&message::unsubscribed(&channel, reason));
+        if hub.plugins.may_subscribe(&identity, &channel) {
+            continue;
+        }
+        let reason = if identity.grants.allow(&channel) { Unsubscribed::Plugin } else { reason };
+        match take_off(hub, session, &channel) {
+            Some(Off::Heard) => session.say(&message::unsubscribed(&channel, reason)),
+            Some(Off::Asked(ask)) if ask.wish != Wish::Granted => {
+                say_error(session, ask.reference.as_deref(), ErrorCode::Forbidden, NOT_GRANTED, None);
+            }
+            Some(Off::Asked(_)) | None => {}
         }
     }
 }
+
+/// A channel that was taken off a session.
+enum Off {
+    /// It was live.
+    Heard,
+    /// It was being joined: this has no answer yet, and will get none from `attach`.
+    Asked(Arc<ChannelAsk>),
+}
+
+fn take_off(hub: &Hub, session: &Session, channel: &Channel) -> Option<Off> {
+    let (slot, off) = {
+        let mut state = session.lock();
+        let sub = state.find(channel).and_then(|index| state.subs[index].take())?;
+        // An answer is queued in the moment in which nothing is pending any more.
+        let current = state.asks.as_ref().and_then(|asks| asks.current.clone());
+        (sub.slot, sub.pending.and(current).map_or(Off::Heard, Off::Asked))
+    };
+    hub.channels.unlisten(channel, slot);
+    Some(off)
+}
+
+#[cfg(test)]
+mod tests;

@@ -260,6 +260,11 @@ async fn a_new_token_replaces_the_old_one_in_all() {
     assert_eq!(ok["ref"], "a");
     assert_eq!(gone.len(), 1, "{gone:?}");
     assert_eq!(gone[0], json!({"type": "unsubscribed", "channel": "room:1", "reason": "grant"}));
+    // What only the new one names is joined, as it would be by a new connection.
+    let joined = client.json().await;
+    assert_eq!((&joined["type"], &joined["channel"], &joined["ref"]), (&json!("ok"), &json!("other"), &Value::Null));
+    gateway.publish("other", &json!("joined")).await;
+    assert_eq!(client.json().await["data"], "joined");
     gateway.publish("room:1", &json!("unheard")).await;
     gateway.publish("news", &json!("heard")).await;
     assert_eq!(client.json().await["data"], "heard");

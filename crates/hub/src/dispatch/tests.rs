@@ -1,0 +1,88 @@
+use std::sync::Weak;
+
+use crate::event::Wire;
+use crate::hub::Open;
+use crate::outbox::Item;
+use crate::testing::{Testing, identity, items, settle};
+
+use super::*;
+
+#[tokio::test(start_paused = true)]
+async fn a_thousand_who_wait_share_one_encoding_a_wire_and_the_last_to_read_frees_it() {
+    let large = |config: &mut crate::hub::HubConfig| config.max_message = 64 * 1024;
+    let node = Testing::new(0).node_like("n", large).await;
+    let wires = [Wire::Ws, Wire::Sse];
+    let crowd: Vec<Open> = (0..1_000).map(|i| node.open_on(wires[i % 2], identity(None), &["news"])).collect();
+    settle().await;
+    for open in &crowd {
+        items(open);
+    }
+    node.publish("news", &format!("\"{}\"", "x".repeat(60_000))).await;
+    settle().await;
+    let (mut event, mut bytes) = (Weak::new(), [None; 2]);
+    for (i, open) in crowd.iter().enumerate() {
+        let waiting = items(open);
+        let [Item::Event(encoded)] = &waiting[..] else { panic!("{} items wait", waiting.len()) };
+        assert!(event.ptr_eq(&Arc::downgrade(encoded)) || i == 0, "an event of its own");
+        event = Arc::downgrade(encoded);
+        let at = encoded.on(wires[i % 2]).as_ptr();
+        assert_eq!(*bytes[i % 2].get_or_insert(at), at, "bytes of its own");
+        assert!(i + 1 == crowd.len() || event.strong_count() > 1);
+    }
+    assert_eq!(event.strong_count(), 0, "all have read it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_large_fan_out_gives_others_their_turns_and_a_newcomer_is_live_before_its_end() {
+    const CROWD: usize = 5_000;
+    const EVENTS: usize = 20;
+    let node = Testing::new(0).node("n").await;
+    let crowd: Vec<Open> = (0..CROWD).map(|_| node.open_as(identity(None), &["large"])).collect();
+    let _somebody = node.open_as(identity(None), &["small"]);
+    settle().await;
+    let waits = |open: &Open| open.session().lock().outbox.bytes();
+    let last = crowd.last().unwrap();
+    items(last);
+    node.publish("large", "1").await;
+    settle().await;
+    let size = waits(last);
+    assert!(size > 0);
+    items(last);
+
+    for _ in 0..EVENTS {
+        node.publish("large", "1").await;
+    }
+    let newcomer = node.open_as(identity(None), &["small"]);
+    let (mut n_turns, mut seen) = (0, None);
+    while waits(last) < EVENTS * size {
+        tokio::task::yield_now().await;
+        n_turns += 1;
+        if seen.is_none() && newcomer.session().lock().stage == Stage::Live {
+            seen = Some(waits(last) / size);
+        }
+    }
+    // One thread: each turn of ours is one that the dispatcher gave away.
+    assert!(n_turns >= (EVENTS - 2) * CROWD / CHUNK, "{n_turns} turns");
+    assert!(seen.is_some_and(|n_events| n_events < EVENTS / 2), "live after {seen:?} of {EVENTS} events");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outbox_that_is_full_ends_its_session_and_no_other_of_the_same_event() {
+    let node = Testing::new(0).node_like("n", |config| config.session.outbox_bytes = 3_000).await;
+    let crowd: Vec<Open> = (0..600).map(|_| node.open_as(identity(None), &["news"])).collect();
+    settle().await;
+    for open in &crowd {
+        items(open);
+    }
+    for _ in 0..5 {
+        node.publish("news", &format!("\"{}\"", "x".repeat(900))).await;
+        settle().await;
+        // Every seventh does not read.
+        for open in crowd.iter().enumerate().filter(|(i, _)| i % 7 != 0).map(|(_, open)| open) {
+            assert_eq!(items(open).len(), 1);
+        }
+    }
+    for (i, open) in crowd.iter().enumerate() {
+        assert_eq!(open.session().ending(), (i % 7 == 0).then_some(CloseReason::Slow), "{i}");
+    }
+}

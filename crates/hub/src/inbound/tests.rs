@@ -1,0 +1,244 @@
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde_json::{Value, json};
+
+use crate::auth::mint;
+use crate::hub::Open;
+use crate::plugin::{Plugin, Plugins, Verdict};
+use crate::testing::{BEGINNING, Node, Testing, said, settle};
+
+use super::*;
+
+/// What the nodes' tokens are signed with.
+const KEY: [u8; 32] = [b'k'; 32];
+
+fn token(claims: &Value) -> String {
+    let mut claims = claims.clone();
+    claims["sub"] = json!("u");
+    claims["exp"] = json!(BEGINNING.as_secs() + 3_600);
+    mint(&KEY, &claims).unwrap()
+}
+
+/// A session with a token of these claims, ready.
+async fn holder(node: &Node, claims: Value) -> Open {
+    let identity = node.hub.verifier.verify(&token(&claims), BEGINNING).unwrap();
+    let channels = node.hub.channels_for(&identity, &[]).unwrap();
+    let names: Vec<&str> = channels.iter().map(Channel::as_str).collect();
+    let open = node.open_as((*identity).clone(), &names);
+    settle().await;
+    said(&open);
+    open
+}
+
+fn say(open: &Open, message: &Value) {
+    open.received(Inbound::Text(message.to_string().into()));
+}
+
+fn auth(open: &Open, claims: &Value) {
+    say(open, &json!({"type": "auth", "ref": "auth", "token": token(claims)}));
+}
+
+/// `type`, `ref`, `channel` and `code` or `reason`, where a message has them.
+fn words(messages: &[Value]) -> Vec<String> {
+    let text = |m: &Value| {
+        let fields = ["type", "ref", "channel", "code", "reason", "data"].map(|field| m[field].clone());
+        let known = fields.iter().filter(|value| !value.is_null());
+        known.map(|value| value.as_str().map_or_else(|| value.to_string(), str::to_owned)).collect::<Vec<_>>().join(" ")
+    };
+    messages.iter().map(text).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_new_token_joins_what_only_it_names_and_not_what_was_left() {
+    let node = Testing::new(0).node("n").await;
+    let open = holder(&node, json!({"channels": ["kept", "left", "gone"]})).await;
+    say(&open, &json!({"type": "unsubscribe", "channel": "left"}));
+    settle().await;
+    said(&open);
+    node.publish("new", "\"before\"").await;
+    auth(&open, &json!({"channels": ["kept", "left", "new"]}));
+    settle().await;
+    let answers = said(&open);
+    assert_eq!(words(&answers), ["unsubscribed gone grant", "ok auth", "ok new"]);
+    assert_eq!((&answers[2]["resume"], answers[2]["id"].is_string()), (&json!("new"), true), "{answers:?}");
+    for channel in ["kept", "left", "new", "gone"] {
+        node.publish(channel, "\"after\"").await;
+    }
+    settle().await;
+    assert_eq!(words(&said(&open)), ["event kept after", "event new after"]);
+    // The same again changes nothing; nor does what the client has asked for itself meanwhile.
+    auth(&open, &json!({"channels": ["kept", "left", "new"]}));
+    settle().await;
+    assert_eq!(words(&said(&open)), ["ok auth"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_client_holds_or_leaves_itself_is_not_joined_a_second_time() {
+    let node = Testing::new(0).node("n").await;
+    let open = holder(&node, json!({"channels": ["a"], "subscribe": ["*"]})).await;
+    say(&open, &json!({"type": "subscribe", "ref": 1, "channel": "b"}));
+    settle().await;
+    auth(&open, &json!({"channels": ["a", "b", "c"]}));
+    settle().await;
+    say(&open, &json!({"type": "unsubscribe", "ref": 2, "channel": "c"}));
+    settle().await;
+    assert_eq!(words(&said(&open)), ["ok 1 b", "ok auth", "ok c", "ok 2 c"]);
+    for channel in ["a", "b", "c"] {
+        node.publish(channel, "1").await;
+    }
+    settle().await;
+    assert_eq!(words(&said(&open)), ["event a 1", "event b 1"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_the_link_is_away_a_granted_channel_waits_and_holds_up_no_answer() {
+    let node = Testing::new(0).node("n").await;
+    let open = holder(&node, json!({"channels": ["a"], "subscribe": ["*"]})).await;
+    node.memory.cut_link();
+    settle().await;
+    auth(&open, &json!({"channels": ["a", "b"], "subscribe": ["*"]}));
+    settle().await;
+    assert_eq!(words(&said(&open)), ["ok auth"], "the token is in force");
+    for round in 0..3 {
+        say(&open, &json!({"type": "subscribe", "ref": round, "channel": "c"}));
+        // GATEWAY_AUTH_TIMEOUT is a second here.
+        tokio::time::sleep(Duration::from_millis(1_050)).await;
+        assert_eq!(words(&said(&open)), [format!("error {round} unavailable")]);
+    }
+    node.memory.restore_link();
+    tokio::time::sleep(Duration::from_millis(1_050)).await;
+    assert_eq!(words(&said(&open)), ["ok b"]);
+    node.publish("b", "1").await;
+    settle().await;
+    assert_eq!(words(&said(&open)), ["event b 1"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_granted_channel_beyond_the_limit_is_told_and_the_session_stays() {
+    let node = Testing::new(0).node("n").await;
+    // Ten are allowed here, `user:u` is one of them.
+    let open = holder(&node, json!({"subscribe": ["x*", "y*"]})).await;
+    for i in 0..8 {
+        say(&open, &json!({"type": "subscribe", "ref": i, "channel": format!("x{i}")}));
+    }
+    settle().await;
+    assert_eq!(said(&open).iter().filter(|m| m["type"] == "ok").count(), 8);
+    auth(&open, &json!({"channels": ["y1", "y2"], "subscribe": ["x*"]}));
+    settle().await;
+    let answers = said(&open);
+    assert_eq!(words(&answers), ["ok auth", "ok y1", "error too_many_channels"]);
+    assert!(answers[2]["message"].as_str().unwrap().contains("y2"), "{}", answers[2]);
+    assert_eq!(open.session().ending(), None);
+}
+
+/// Denies `fickle` once it was told to.
+struct Fickle(Arc<AtomicBool>);
+
+impl Plugin for Fickle {
+    fn name(&self) -> &'static str {
+        "fickle"
+    }
+
+    fn may_subscribe(&self, _: &Identity, channel: &Channel) -> Verdict {
+        if channel.as_str() == "fickle" && self.0.load(Ordering::SeqCst) { Verdict::Deny } else { Verdict::Pass }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_channel_is_taken_away_with_the_reason_of_whoever_forbids_it() {
+    let denies = Arc::new(AtomicBool::new(false));
+    let node = Testing::new(0).node_extended("n", Plugins::new().with(Fickle(denies.clone()))).await;
+    let open = holder(&node, json!({"channels": ["fickle", "plain", "gone"]})).await;
+    denies.store(true, Ordering::SeqCst);
+    auth(&open, &json!({"channels": ["fickle", "plain"]}));
+    settle().await;
+    assert_eq!(words(&said(&open)), ["unsubscribed fickle plugin", "unsubscribed gone grant", "ok auth"]);
+    // Nor is it joined by a token that names it anew.
+    auth(&open, &json!({"channels": ["plain"]}));
+    auth(&open, &json!({"channels": ["plain", "fickle"]}));
+    settle().await;
+    assert_eq!(words(&said(&open)), ["ok auth", "ok auth"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_question_under_way_is_answered_when_a_new_token_forbids_it() {
+    let node = Testing::new(0).node("n").await;
+    let open = holder(&node, json!({"channels": ["a"], "subscribe": ["b"]})).await;
+    node.memory.cut_link();
+    settle().await;
+    say(&open, &json!({"type": "subscribe", "ref": 1, "channel": "b"}));
+    settle().await;
+    auth(&open, &json!({"channels": ["a", "c"]}));
+    settle().await;
+    assert_eq!(words(&said(&open)), ["error 1 forbidden", "ok auth"]);
+    // Nor is it said of a channel that nobody has been told of that it is gone.
+    auth(&open, &json!({"channels": ["a"]}));
+    settle().await;
+    assert_eq!(words(&said(&open)), ["ok auth"]);
+    node.memory.restore_link();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    for channel in ["a", "b", "c"] {
+        node.publish(channel, "1").await;
+    }
+    settle().await;
+    assert_eq!(words(&said(&open)), ["event a 1"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_waits_to_be_asked_for_is_bounded_and_every_ask_has_its_answer() {
+    let node = Testing::new(0).node("n").await;
+    let open = holder(&node, json!({"subscribe": ["*"]})).await;
+    node.memory.cut_link();
+    settle().await;
+    // One is under way, ten wait, the others are too many.
+    for i in 0..20 {
+        say(&open, &json!({"type": "subscribe", "ref": i, "channel": format!("c{i}")}));
+        tokio::task::yield_now().await;
+    }
+    let refused = said(&open);
+    let too_many: Vec<String> = (11..20).map(|i| format!("error {i} too_many_channels")).collect();
+    assert_eq!(words(&refused), too_many);
+    tokio::time::sleep(Duration::from_millis(1_100)).await;
+    let late: Vec<String> = (0..11).map(|i| format!("error {i} unavailable")).collect();
+    assert_eq!(words(&said(&open)), late, "all within their one second");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_reads_none_of_its_answers_is_slow_whatever_it_may_send() {
+    let talkative = |config: &mut crate::hub::HubConfig| {
+        (config.session.client_rate, config.session.client_burst) = (1e6, 1e6);
+        config.session.outbox_bytes = 64 * 1024;
+    };
+    let node = Testing::new(0).node_like("n", talkative).await;
+    for ask in [json!({"type": "ping"}), json!({"type": "nonsense"}), json!({"type": "subscribe", "channel": "no"})] {
+        let open = holder(&node, json!({})).await;
+        let mut n_asked = 0;
+        while open.session().ending().is_none() {
+            say(&open, &ask);
+            n_asked += 1;
+            assert!(n_asked < 5_000, "so many answers wait");
+        }
+        assert_eq!(open.session().ending(), Some(CloseReason::Slow));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_as_long_as_it_was_told_is_not_refused_again() {
+    let node = Testing::new(0).node("n").await;
+    for ask in [json!({"type": "ping"}), json!({"type": "subscribe", "channel": "room", "since": "0"})] {
+        let open = holder(&node, json!({"subscribe": ["*"]})).await;
+        let refused = loop {
+            say(&open, &ask);
+            if let Some(refused) = said(&open).into_iter().find(|m| m["type"] == "error") {
+                break refused;
+            }
+        };
+        assert_eq!((&refused["code"], &refused["retry"]), (&json!("rate_limited"), &json!(true)));
+        tokio::time::sleep(Duration::from_millis(refused["after_ms"].as_u64().unwrap())).await;
+        said(&open);
+        say(&open, &ask);
+        settle().await;
+        let answers = said(&open);
+        assert!(answers.iter().all(|m| m["type"] != "error"), "{answers:?}");
+    }
+}
