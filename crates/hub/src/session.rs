@@ -677,3 +677,6 @@ pub enum Flood {
     /// A whole burst in debt: the session ends.
     Far,
 }
+
+#[cfg(test)]
+mod tests;

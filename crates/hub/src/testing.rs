@@ -4,15 +4,18 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::task::Waker;
 use std::time::Duration;
 
+use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
 use crate::auth::{AuthConfig, Identity, KeySource, Secret, UserChannel, Verifier};
+use crate::backplane::Publish;
 use crate::channel::{Channel, Grants};
 use crate::clock::{Clock, Dice};
 use crate::close::{CloseReason, PlannedCodes};
-use crate::cursor::Since;
+use crate::cursor::{EventId, Since};
 use crate::departure::{DrainConfig, Window};
 use crate::event::Wire;
 use crate::fleet::FleetConfig;
@@ -20,9 +23,10 @@ use crate::hub::{Hub, HubConfig, Newcomer, Open, Parts};
 use crate::limit::Capacity;
 use crate::memory::{Memory, MemoryConfig, MemoryLog};
 use crate::message::Backoff;
+use crate::outbox::{Batch, Item};
 use crate::plugin::{Admission, Plugins};
 use crate::revocation::{RevocationConfig, Revocations, WhenUnavailable};
-use crate::session::SessionConfig;
+use crate::session::{Attention, SessionConfig};
 use crate::telemetry::Metrics;
 
 use self::mute::Mute;
@@ -68,21 +72,29 @@ impl Testing {
     }
 
     pub fn node_with(&self, name: &str, capacity: usize) -> Node {
-        self.node_of(config(name, capacity))
+        self.node_of(config(name, capacity), Plugins::new())
     }
 
     /// As `node`, with other settings than usual; takes in a hundred a second.
     pub async fn node_like(&self, name: &str, change: impl FnOnce(&mut HubConfig)) -> Node {
         let mut config = config(name, 1_000);
         change(&mut config);
-        let node = self.node_of(config);
+        let node = self.node_of(config, Plugins::new());
         node.metrics.accept(100.0, 200.0);
         node.hub.serve();
         node.hub.place.live().await;
         node
     }
 
-    fn node_of(&self, config: HubConfig) -> Node {
+    /// As `node`, extended.
+    pub async fn node_extended(&self, name: &str, plugins: Plugins) -> Node {
+        let node = self.node_of(config(name, 100), plugins);
+        node.hub.serve();
+        node.hub.place.live().await;
+        node
+    }
+
+    fn node_of(&self, config: HubConfig, plugins: Plugins) -> Node {
         let memory = self.log.node(&config.node);
         let mute = Arc::new(Mute::new(memory.clone()));
         let metrics = Metrics::new("1.2.3");
@@ -104,7 +116,7 @@ impl Testing {
             backplane: mute.clone(),
             verifier: Arc::new(verifier.expect("a good key")),
             revocations: Arc::new(Revocations::new(memory.clone(), revocation, metrics.clone())),
-            plugins: Plugins::new(),
+            plugins,
             metrics: metrics.clone(),
             clock: self.clock.clone(),
             dice: self.dice.clone(),
@@ -160,9 +172,13 @@ impl Node {
     }
 
     pub fn open_as(&self, identity: Identity, channels: &[&str]) -> Open {
+        self.open_on(Wire::Sse, identity, channels)
+    }
+
+    pub fn open_on(&self, wire: Wire, identity: Identity, channels: &[&str]) -> Open {
         let newcomer = Newcomer {
             identity: Arc::new(identity),
-            wire: Wire::Sse,
+            wire,
             address: IpAddr::V4(Ipv4Addr::LOCALHOST),
             channels: channels.iter().map(|name| Channel::new(name).unwrap()).collect(),
             since: Since::Now,
@@ -171,6 +187,43 @@ impl Node {
         };
         self.hub.open(newcomer).unwrap()
     }
+
+    /// Publishes JSON text on a channel.
+    pub async fn publish(&self, channel: &str, data: &str) -> EventId {
+        let event = Publish {
+            channel: Channel::new(channel).unwrap(),
+            name: None,
+            data: data.to_owned().into(),
+            ephemeral: false,
+            key: None,
+        };
+        self.hub.publish(event).await.unwrap().id.unwrap()
+    }
+}
+
+/// What a driver would write now, item by item; it is booked as written.
+pub(crate) fn items(open: &Open) -> Vec<Item> {
+    let wire = open.session().info.wire;
+    let (mut batch, mut items, mut n_bytes) = (Batch::default(), Vec::new(), 0);
+    if open.attend(Waker::noop(), &mut batch) != Attention::Cut {
+        batch.advance(wire, usize::MAX, |item| {
+            n_bytes += item.on(wire).len();
+            items.push(item.clone());
+        });
+        open.progress(n_bytes, false);
+    }
+    items
+}
+
+/// The messages among them. Only what is said over server-sent events is understood.
+pub(crate) fn said(open: &Open) -> Vec<Value> {
+    let texts: Vec<u8> = items(open).iter().flat_map(|item| item.on(Wire::Sse).to_vec()).collect();
+    let lines = String::from_utf8(texts).unwrap();
+    lines
+        .lines()
+        .filter_map(|line| line.strip_prefix("data: "))
+        .map(|json| serde_json::from_str(json).unwrap())
+        .collect()
 }
 
 /// Gives everybody time to do what they are about to; simulated.
