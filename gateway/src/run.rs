@@ -429,6 +429,7 @@ async fn gauge(gate: Arc<Gate>, redis: Redis, vitals: Arc<Vitals>) {
     loop {
         every.tick().await;
         steer(&gate, &vitals);
+        gate.verifier.age();
         gate.hub.set_fitness(fitness(&vitals));
         gate.metrics.accept(gate.bucket.rate(), gate.bucket.tokens(tokio::time::Instant::now()));
         if let Some(keys) = gate.verifier.key_state() {

@@ -339,6 +339,11 @@ impl Verifier {
         Claims::parse(payload)?.verified(&self.config)
     }
 
+    /// Forgets verified tokens that nobody uses any more; to be called once a second or so.
+    pub fn age(&self) {
+        self.in_force.load().cache.age(Instant::now());
+    }
+
     /// Who somebody without a token is, where anonymous sessions are configured: exact names are
     /// joined at once, prefixes may be asked for.
     pub fn anonymous(&self) -> Option<Arc<Identity>> {
