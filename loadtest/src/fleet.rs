@@ -4,7 +4,7 @@
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -16,9 +16,9 @@ use crate::redis::Connection;
 use crate::{probe, token};
 
 /// How long a start may take.
-const START_TIMEOUT: Duration = Duration::from_secs(30);
+pub const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two looks at a process.
-const LOOK: Duration = Duration::from_millis(10);
+pub const LOOK: Duration = Duration::from_millis(10);
 /// Another program may take the port between our look and the server's bind.
 const MAX_PORTS: usize = 20;
 /// So much of a log is shown where a start failed.
@@ -123,9 +123,35 @@ impl Gateway {
         self.process.end();
     }
 
+    /// SIGTERM: it drains.
+    pub fn terminate(&self) -> Result<(), String> {
+        signal(self.pid(), "TERM")
+    }
+
+    /// Waits until it has ended by itself.
+    ///
+    /// # Errors
+    /// It has not within this time.
+    pub async fn until_exit(&mut self, within: Duration) -> Result<ExitStatus, String> {
+        let until = Instant::now() + within;
+        loop {
+            match self.process.0.try_wait() {
+                Ok(Some(status)) => return Ok(status),
+                Ok(None) if Instant::now() < until => tokio::time::sleep(LOOK).await,
+                Ok(None) => return Err(format!("the gateway has not ended within {} s", within.as_secs())),
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+    }
+
     /// The end of its log, for whoever wonders.
     pub fn log(&self) -> String {
         log_tail(&self.dir.path().join("log"))
+    }
+
+    /// All of it.
+    pub fn whole_log(&self) -> String {
+        fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
     }
 
     async fn until_ready(&self) -> Result<(), String> {
@@ -212,11 +238,19 @@ impl Redis {
     }
 }
 
-struct Process(Child);
+pub struct Process(pub Child);
 
 impl Process {
-    fn has_ended(&mut self) -> bool {
+    pub fn has_ended(&mut self) -> bool {
         matches!(self.0.try_wait(), Ok(Some(_)))
+    }
+
+    /// SIGTERM, then its end is waited for: for a process with children of its own, which SIGKILL
+    /// would orphan.
+    pub fn end_politely(&mut self) {
+        if !self.has_ended() && signal(self.0.id(), "TERM").is_ok() {
+            let _ = self.0.wait();
+        }
     }
 
     fn end(&mut self) {
@@ -245,17 +279,34 @@ pub fn free_port() -> Result<u16, String> {
     bound.map(|address| address.port()).map_err(|error| error.to_string())
 }
 
-fn log_tail(path: &Path) -> String {
+/// A port of the loopback address below those that the system gives to outgoing connections: nobody
+/// who connects can take it before somebody listens there.
+pub fn port_for_later() -> Result<u16, String> {
+    static N: AtomicU32 = AtomicU32::new(0);
+    const PORTS: std::ops::Range<u32> = 10_240..32_768;
+    // Another start for each process, so that two do not try the same ones.
+    let from = std::process::id().wrapping_mul(97) % PORTS.len() as u32;
+    for _ in PORTS {
+        let at = (from + N.fetch_add(1, Ordering::Relaxed)) % PORTS.len() as u32;
+        let port = u16::try_from(PORTS.start + at).expect("the range is of ports");
+        if TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok() {
+            return Ok(port);
+        }
+    }
+    Err("no port is free below those of outgoing connections".to_owned())
+}
+
+pub fn log_tail(path: &Path) -> String {
     let log = fs::read_to_string(path).unwrap_or_default();
     let lines: Vec<&str> = log.lines().collect();
     lines[lines.len().saturating_sub(MAX_LOG_LINES)..].join("\n")
 }
 
 /// Removed on drop.
-struct TempDir(PathBuf);
+pub struct TempDir(PathBuf);
 
 impl TempDir {
-    fn new(of: &str) -> Result<TempDir, String> {
+    pub fn new(of: &str) -> Result<TempDir, String> {
         static N: AtomicU32 = AtomicU32::new(0);
         let n = N.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("tidegate-loadtest-{of}-{}-{n}", std::process::id()));
@@ -263,7 +314,7 @@ impl TempDir {
         Ok(TempDir(path))
     }
 
-    fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.0
     }
 }

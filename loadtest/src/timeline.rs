@@ -6,8 +6,8 @@ use std::time::Duration;
 
 /// Width of a bin.
 pub const BIN: Duration = Duration::from_millis(100);
-/// Five minutes; what comes later is counted in the last bin.
-const N_BINS: usize = 3_000;
+/// Twenty minutes; what comes later is counted in the last bin.
+const N_BINS: usize = 12_000;
 /// Bins in a second.
 pub const PER_SECOND: usize = 10;
 /// Width of the longest bar.
