@@ -26,6 +26,13 @@ impl Publisher {
         self.post("/v1/publish", &item(channel, data)).await.map(drop)
     }
 
+    /// As `publish`, with an idempotency key: where it fails, it may be repeated.
+    pub async fn publish_keyed(&mut self, channel: &str, data: &str, key: &str) -> Result<(), String> {
+        let item = item(channel, data);
+        let keyed = format!(r#"{{"idempotency_key":{},{}"#, serde_json::Value::from(key), &item[1..]);
+        self.post("/v1/publish", &keyed).await.map(drop)
+    }
+
     /// Publishes these, channel and data, in one request; one that fails fails it.
     pub async fn publish_all(&mut self, events: &[(&str, &str)]) -> Result<(), String> {
         let items: Vec<String> = events.iter().map(|(channel, data)| item(channel, data)).collect();

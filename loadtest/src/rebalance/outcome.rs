@@ -119,6 +119,7 @@ fn delivery(growth: &Growth, sheet: &mut Sheet) {
     let (world, published) = (&growth.world, growth.published);
     sheet.figure("events_common", "events for all", published.n_common, "");
     sheet.figure("events_own", "events for one", published.n_own, &format!("({} just moved)", published.n_moved));
+    sheet.figure("repeated", "publishes repeated", published.n_repeated, "");
     sheet.promise("events lost", Some(f64::from(world.n_lost())), Bound::AtMost(0.0), "");
     sheet.promise("events doubled or out of order", Some(f64::from(world.n_doubled())), Bound::AtMost(0.0), "");
     let of = |count: &std::sync::atomic::AtomicU32| Some(f64::from(count.load(Ordering::Relaxed)));
