@@ -24,6 +24,7 @@ mod effect;
 pub mod pick;
 mod plan;
 
+pub(crate) use plan::is_sane;
 pub use plan::{Bound, Budget, Place, Plan, Role};
 
 use calm::Calm;

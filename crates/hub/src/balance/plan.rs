@@ -39,6 +39,9 @@ const FILL: f64 = 2.0;
 /// evenly are so many seconds apart.
 const REACHED_WITHIN: f64 = 6.0;
 
+/// `GATEWAY_ACCEPT_RATE` is this at most.
+const MOST_ACCEPTED: f64 = 1e6;
+
 /// What a node is to the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -196,10 +199,11 @@ impl Plan {
 }
 
 /// Is the report one that a node can have written? Counts that cannot be are no counts.
-pub(super) fn is_sane(seen: &Seen) -> bool {
+pub(crate) fn is_sane(seen: &Seen) -> bool {
     // A node may be over its capacity, lowered under it; not by this much.
     let most = seen.capacity.saturating_mul(10).max(1_000);
-    seen.n_sessions <= most && seen.capacity <= 100_000_000 && seen.accept_rate.is_finite() && seen.accept_rate >= 0.0
+    let accepts = 0.0..=MOST_ACCEPTED;
+    seen.n_sessions <= most && seen.capacity <= 100_000_000 && accepts.contains(&seen.accept_rate)
 }
 
 /// Young enough to be believed.

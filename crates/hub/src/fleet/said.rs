@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::placement::Trials;
 use super::recent::Counts;
-use crate::balance::{Moved, Seen};
+use crate::balance::{Moved, Seen, is_sane};
 use crate::handle::Phase;
 
 /// Form of the reports. A higher number means that this version cannot read them.
@@ -45,9 +45,11 @@ pub(super) struct Said {
 }
 
 impl Said {
-    /// Reads a report; `None`: this version cannot.
+    /// Reads a report; `None`: this version cannot, or no node can have written it. Whatever is
+    /// reckoned from reports (shares, shedding, the window of a drain) is spared such numbers here.
     pub fn read(body: &str) -> Option<Self> {
-        serde_json::from_str::<Self>(body).ok().filter(|said| said.v == FORM)
+        let said = serde_json::from_str::<Self>(body).ok().filter(|said| said.v == FORM)?;
+        is_sane(&said.seen("".into(), Duration::ZERO)).then_some(said)
     }
 
     pub fn phase(&self) -> Option<Phase> {
@@ -76,6 +78,43 @@ impl Said {
             },
             n_opened: n(self.lately.opened),
             n_refused: n(self.lately.refused),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// A report with these numbers.
+    fn report(sessions: Value, capacity: Value, accept_rate: Value) -> String {
+        json!({
+            "v": FORM, "sessions": sessions, "capacity": capacity, "phase": "serving", "version": "1", "boot": "b",
+            "started_at": 1, "accept_rate": accept_rate
+        })
+        .to_string()
+    }
+
+    #[test]
+    fn numbers_that_no_node_can_have_are_no_report() {
+        let read = |sessions: u64, capacity: u64, rate: f64| {
+            Said::read(&report(json!(sessions), json!(capacity), json!(rate))).is_some()
+        };
+        for (sessions, capacity, rate) in [(0, 0, 0.0), (1_000, 0, 1.0), (5_000, 500, 1e6), (0, 100_000_000, 1e6)] {
+            assert!(read(sessions, capacity, rate), "{sessions} of {capacity} at {rate}");
+        }
+        for (sessions, capacity, rate) in
+            [(1_001, 0, 1.0), (5_001, 500, 1.0), (0, 100_000_001, 1.0), (0, 1, -0.1), (0, 1, 1.1e6), (0, 1, 1e300)]
+        {
+            assert!(!read(sessions, capacity, rate), "{sessions} of {capacity} at {rate}");
+        }
+        for odd in [json!(-5), json!("60"), json!(1.5), Value::Null] {
+            assert!(Said::read(&report(odd.clone(), json!(1), json!(1))).is_none(), "{odd}");
+        }
+        for odd in ["", "abc", "null", "[]", "{}", "-5"] {
+            assert!(Said::read(odd).is_none(), "{odd}");
         }
     }
 }
