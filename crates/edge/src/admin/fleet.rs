@@ -9,7 +9,7 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use hub::backplane::{HOLD_TIMES, Hold, MAX_REASON_BYTES};
-use hub::fleet::{NodeView, ShedView};
+use hub::fleet::{NodeView, PlacingView, ShedView};
 use hub::refusal::{Refusal, RefusalCode};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -29,6 +29,8 @@ pub(super) async fn show(State(inner): State<Shared>) -> Response {
         "busiest_ratio": rounded(figures.busiest_ratio),
         "budget": rounded(fleet.shed.budget),
         "shedding": shedding(&fleet.shed),
+        "lb_policy_observed": fleet.placing.policy.word(),
+        "moved_lately": moved(fleet.placing),
         "hold": fleet.hold.as_ref().map(held),
     });
     Json(answer).into_response()
@@ -38,6 +40,7 @@ fn row(node: &NodeView) -> Value {
     json!({
         "node": &*node.node,
         "phase": node.phase,
+        "ready": node.is_ready,
         "sessions": node.n_sessions,
         "capacity": node.capacity,
         "share": rounded(node.share),
@@ -52,9 +55,14 @@ fn shedding(shed: &ShedView) -> Value {
         "mode": shed.mode,
         "state": shed.state,
         "suspended": shed.suspended,
+        "why": shed.why,
         "bound": shed.bound,
         "shed_total": shed.shed_total,
     })
+}
+
+fn moved(placing: PlacingView) -> Value {
+    json!({ "watched": placing.n_moved, "back": placing.n_back })
 }
 
 fn held(hold: &Hold) -> Value {

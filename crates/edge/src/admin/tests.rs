@@ -13,7 +13,7 @@ use hub::close::PlannedCodes;
 use hub::cursor::{EventId, Since};
 use hub::departure::{DrainConfig, Window};
 use hub::event::Wire;
-use hub::fleet::FleetConfig;
+use hub::fleet::{Fitness, FleetConfig};
 use hub::hub::{Hub, HubConfig, Newcomer, Parts, Phase};
 use hub::limit::Capacity;
 use hub::memory::{Memory, MemoryConfig, MemoryLog};
@@ -361,17 +361,21 @@ async fn the_fleet_shows_this_node_and_a_drain_starts_at_once() {
     let _session = node.open("a");
     let fleet = node.call("GET", "/v1/fleet", "").await.json();
     let expected = serde_json::json!({
-        "node": "n1", "phase": "serving", "sessions": 1, "capacity": 5, "share": 1.0, "target": 1.0,
-        "version": "1.2.3", "age_ms": 0,
+        "node": "n1", "phase": "serving", "ready": true, "sessions": 1, "capacity": 5, "share": 1.0,
+        "target": 1.0, "version": "1.2.3", "age_ms": 0,
     });
     let shedding = serde_json::json!({
-        "mode": "off", "state": "off", "suspended": [], "bound": "none", "shed_total": 0,
+        "mode": "off", "state": "off", "suspended": [], "why": null, "bound": "none", "shed_total": 0,
     });
     let expected = serde_json::json!({
         "nodes": [expected], "total": 1, "cv": 0.0, "busiest_ratio": 1.0,
-        "budget": 0.0, "shedding": shedding, "hold": null,
+        "budget": 0.0, "shedding": shedding, "lb_policy_observed": "unknown",
+        "moved_lately": {"watched": 0, "back": 0}, "hold": null,
     });
     assert_eq!(fleet, expected);
+    node.hub.set_fitness(Fitness { is_ready: false, is_lagging: false });
+    let fleet = node.call("GET", "/v1/fleet", "").await.json();
+    assert_eq!(fleet["nodes"][0]["ready"], false, "it serves, but its probe says no");
     for _ in 0..2 {
         assert_eq!(node.call("POST", "/v1/drain", "").await.status, 202);
         assert_eq!(node.hub.phase(), Phase::Draining);
