@@ -153,6 +153,7 @@ pub async fn run(options: Options) -> Result<Report, String> {
     let world = World::new(balancer, options.clients, options.transport, plan.n_victims, n_clients);
     let world = Arc::new(world);
 
+    crowd::step_back()?;
     let living: Vec<&Gateway> = gateways[1..].iter().collect();
     let connect_rate = FILL * f64::from(plan.rate) * living.len() as f64;
     let what = Watch {

@@ -49,9 +49,9 @@ const LULL: f64 = 150.0;
 const LULL_WINDOW: Duration = Duration::from_millis(250);
 /// Company enough: 256 checks of three keys cost Redis less than a millisecond.
 const COMPANY: usize = 256;
-/// No question waits longer for it than this after the one before began: a seventh of the time that
-/// an admission has.
-const COMPANY_WAIT: Duration = Duration::from_millis(150);
+/// No question waits longer for it than this after the one before began: a fifth of the time that an
+/// admission has.
+const COMPANY_WAIT: Duration = Duration::from_millis(200);
 /// Nor longer than until so many looks in a row found nobody: those who wait are all there are.
 /// Looks and not time, for on a busy machine the looks come late as well as the newcomers.
 const ALONE: u32 = 12;

@@ -152,14 +152,15 @@ fn flow(options: &Options, storm: &Storm, back: &[Duration], sheet: &mut Sheet) 
     }
 }
 
-/// The windows of so many seconds that met full demand all along: each of their bins did. Where only
-/// the last moment of a second was busy, its bucket could not be used before.
+/// The windows of so many seconds that met full demand all along: each of their bins did, and the
+/// bursts were used up before. Until then nobody waits for the refill.
 fn full_demand(storm: &Storm, n_seconds: usize, until: Duration) -> Vec<usize> {
     let needed = DEMAND * storm.refill() * BIN.as_secs_f64();
     let is_full: Vec<bool> =
         storm.world.demand.bins(until).into_iter().map(|tries| f64::from(tries) >= needed).collect();
     let windows = is_full.windows(n_seconds * BINS_A_SECOND).enumerate();
-    windows.filter(|(_, bins)| bins.iter().all(|is_full| *is_full)).map(|(at, _)| at).collect()
+    let is_refill = |at: usize| f64::from(storm.world.admitted.before(BIN * at as u32)) >= storm.bursts();
+    windows.filter(|(at, bins)| is_refill(*at) && bins.iter().all(|is_full| *is_full)).map(|(at, _)| at).collect()
 }
 
 /// Admissions a second from the kill to the end of the last second of full demand, less the burst
