@@ -38,7 +38,7 @@ async fn live(gateway: &GatewayProcess, i: usize) {
             client.until_closed().await;
         }
     }
-    if i % 6 == 0 {
+    if i.is_multiple_of(6) {
         client.socket().set_zero_linger().expect("an option");
     }
 }
