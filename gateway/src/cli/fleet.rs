@@ -47,7 +47,8 @@ pub async fn run(args: FleetArgs) -> Result<(), CliError> {
 const COLUMNS: [&str; 9] = ["node", "phase", "ready", "sessions", "target", "capacity", "share", "version", "age_ms"];
 
 /// What stands in the lines below the nodes.
-const IN_LINES: [&str; 7] = ["nodes", "total", "cv", "busiest_ratio", "budget", "shedding", "hold"];
+const IN_LINES: [&str; 9] =
+    ["nodes", "total", "cv", "busiest_ratio", "budget", "shedding", "lb_policy_observed", "moved_lately", "hold"];
 
 /// The nodes as a table, whatever columns the gateway gives them; what holds over all of them in a
 /// few lines; the rest, of which this version knows nothing, as it came. `now`: since 1970.
@@ -56,7 +57,7 @@ fn render(fleet: &Value, now: Duration) -> String {
     let nodes: Vec<&Map<String, Value>> =
         whole.get("nodes").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_object).collect();
     let mut out = if nodes.is_empty() { String::new() } else { table(&nodes) };
-    let lines = [totals(whole), shedding(whole), hold(whole, now)];
+    let lines = [totals(whole), shedding(whole), balancer(whole), hold(whole, now)];
     for line in lines.into_iter().flatten() {
         out.push_str(&format!("{line}\n"));
     }
@@ -74,7 +75,7 @@ fn totals(fleet: &Map<String, Value>) -> Option<String> {
     (!all.is_empty()).then(|| all.join(", "))
 }
 
-/// `budget 50/s by fleet, shedding on: suspended (held, versions differ), 1200 shed`
+/// `budget 50/s by fleet, shedding on: suspended (hold, deploy), 1200 shed`
 fn shedding(fleet: &Map<String, Value>) -> Option<String> {
     let shed = fleet.get("shedding").and_then(Value::as_object);
     let of = |key: &str| shed?.get(key);
@@ -93,7 +94,8 @@ fn shedding(fleet: &Map<String, Value>) -> Option<String> {
     if let Some(state) = of("state").filter(|state| Some(*state) != of("mode")) {
         line.push_str(&format!(": {}", plain(state)));
     }
-    let why: Vec<String> = of("suspended").and_then(Value::as_array).into_iter().flatten().map(plain).collect();
+    let suspended = of("suspended").and_then(Value::as_array).into_iter().flatten();
+    let why: Vec<String> = suspended.chain(of("why").filter(|why| !why.is_null())).map(plain).collect();
     if !why.is_empty() {
         line.push_str(&format!(" ({})", why.join(", ").replace('_', " ")));
     }
@@ -101,6 +103,26 @@ fn shedding(fleet: &Map<String, Value>) -> Option<String> {
         line.push_str(&format!(", {} shed", plain(n_shed)));
     }
     (!line.is_empty()).then_some(line)
+}
+
+/// `the balancer in front puts clients back where they were (19 of 20 watched came back …)`
+fn balancer(fleet: &Map<String, Value>) -> Option<String> {
+    let words = match fleet.get("lb_policy_observed")?.as_str()? {
+        "unknown" => "has not shown yet where it puts clients",
+        "emptiest" => "puts clients on the emptiest node",
+        "emptier" => "puts clients rather on emptier nodes",
+        "spread" => "puts clients on all nodes alike",
+        "sticky" => "puts clients back where they were",
+        other => other,
+    };
+    let moved = |key: &str| fleet.get("moved_lately")?.get(key)?.as_u64();
+    let figures = match (moved("watched"), moved("back")) {
+        (Some(watched), Some(back)) if watched > 0 => {
+            format!(" ({back} of {watched} watched came back to the node that had moved them)")
+        }
+        _ => String::new(),
+    };
+    Some(format!("the balancer in front {words}{figures}"))
 }
 
 /// `held for 14m32s more by a: "deploy"`; nothing where nobody holds it.
@@ -224,6 +246,33 @@ mod tests {
         fleet["hold"]["reason"] = json!("");
         assert!(render(&fleet, NOW).contains("\nbudget 0/s, shedding off, 0 shed\n"));
         assert!(render(&fleet, NOW).ends_with("\nheld for 14m32s more by n1\n"));
+    }
+
+    #[test]
+    fn why_nobody_is_moved_and_what_the_balancer_goes_by_stand_there_in_words() {
+        let mut fleet = json!({
+            "budget": 3.5, "lb_policy_observed": "sticky", "moved_lately": {"watched": 20, "back": 19},
+            "shedding": {"mode": "on", "state": "idle", "suspended": [], "why": "below_minimum", "bound": "room"},
+        });
+        let first = "budget 3.5/s by room, shedding on: idle (below minimum)\n";
+        let back = "(19 of 20 watched came back to the node that had moved them)";
+        let shown = format!("{first}the balancer in front puts clients back where they were {back}\n");
+        assert_eq!(render(&fleet, NOW), shown);
+        fleet["moved_lately"]["watched"] = json!(0);
+        fleet["shedding"]["suspended"] = json!(["ineffective"]);
+        fleet["shedding"]["why"] = json!("come_back");
+        for (word, words) in [
+            ("unknown", "has not shown yet where it puts clients"),
+            ("emptiest", "puts clients on the emptiest node"),
+            ("emptier", "puts clients rather on emptier nodes"),
+            ("spread", "puts clients on all nodes alike"),
+            ("later", "later"),
+        ] {
+            fleet["lb_policy_observed"] = json!(word);
+            let shown = render(&fleet, NOW);
+            assert!(shown.ends_with(&format!("\nthe balancer in front {words}\n")), "{shown}");
+            assert!(shown.contains(": idle (ineffective, come back)\n"), "{shown}");
+        }
     }
 
     #[test]

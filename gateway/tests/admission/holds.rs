@@ -41,6 +41,21 @@ async fn until_hold(gateway: &GatewayProcess, is_so: impl Fn(&Value) -> bool) ->
     }
 }
 
+/// Waits until this node shows itself ready, as its probe does.
+async fn until_ready(gateway: &GatewayProcess, name: &str) {
+    let until = Instant::now() + SOON;
+    loop {
+        let fleet = http::get(gateway.admin(), "/v1/fleet").await.json();
+        let rows = fleet["nodes"].as_array().expect("rows");
+        let row = rows.iter().find(|row| row["node"] == name).unwrap_or_else(|| panic!("no row of {name}: {fleet}"));
+        match row["ready"].as_bool().unwrap_or_else(|| panic!("no word of readiness: {row}")) {
+            true => return,
+            false => assert!(Instant::now() < until, "{fleet}"),
+        }
+        sleep(LOOK).await;
+    }
+}
+
 async fn hold(gateway: &GatewayProcess, body: &Value) -> Value {
     let answer = http::post_json(gateway.admin(), "/v1/fleet/hold", body).await;
     assert_eq!(answer.status(), 200, "{}", answer.text());
@@ -136,15 +151,19 @@ async fn a_fleet_is_held_watched_and_released_from_the_command_line() {
     let held: Value = serde_json::from_str(&ended.stdout).expect("what the gateway answered");
     assert_eq!(held["reason"], "deploy");
     until_hold(&b, |hold| hold["until"] == held["until"]).await;
+    until_ready(&b, "b").await;
     let (code, ended) = run(&b, &["fleet"]).await;
     assert_eq!(code, 0, "{ended:?}");
     let lines: Vec<&str> = ended.stdout.lines().collect();
     let columns: Vec<&str> = lines[0].split_whitespace().collect();
-    let wanted = ["NODE", "PHASE", "SESSIONS", "TARGET", "CAPACITY", "SHARE", "VERSION", "AGE"];
+    let wanted = ["NODE", "PHASE", "READY", "SESSIONS", "TARGET", "CAPACITY", "SHARE", "VERSION", "AGE"];
     assert_eq!(columns, wanted, "{}", ended.stdout);
-    assert!(lines.iter().any(|line| line.starts_with("b ")), "{}", ended.stdout);
+    let of_b = lines.iter().find(|line| line.starts_with("b ")).unwrap_or_else(|| panic!("{}", ended.stdout));
+    assert_eq!(of_b.split_whitespace().collect::<Vec<_>>()[..4], ["b", "serving", "yes", "0"], "{}", ended.stdout);
     assert!(lines.iter().any(|line| line.starts_with("total 0, cv 0, busiest 1")), "{}", ended.stdout);
     assert!(lines.iter().any(|line| line.starts_with("budget ") && line.contains(", shedding o")), "{}", ended.stdout);
+    let unknown = "the balancer in front has not shown yet where it puts clients";
+    assert!(lines.contains(&unknown), "{}", ended.stdout);
     let shown = lines.iter().find(|line| line.starts_with("held for 1")).unwrap_or_else(|| panic!("{}", ended.stdout));
     assert!(shown.ends_with(" more by a: \"deploy\""), "{shown}");
     let (code, ended) = run(&b, &["release"]).await;
