@@ -1,11 +1,13 @@
 //! What Tidegate's tests share. Everything a test sees of the gateway comes through sockets that
 //! this crate reads with its own few lines, so that a mistake cannot be on both sides.
 //!
-//! `chance` the seed of what is drawn · `contract` what every backplane must pass · `faults` a backplane that is late, silent or away ·
+//! `balancer` a real HAProxy or nginx in front · `chance` the seed of what is drawn · `contract` what
+//! every backplane must pass · `faults` a backplane that is late, silent or away ·
 //! `redis` a real server to kill, pause and fail over · `proxy` a wire to cut · `gateway` the real
 //! binary · `http`, `sse`, `ws` raw clients · `numbered` events that are counted from the publisher
 //! to the client · `world` a fleet and its clients on in-memory pipes under a paused clock.
 
+pub mod balancer;
 pub mod chance;
 pub mod contract;
 pub mod faults;

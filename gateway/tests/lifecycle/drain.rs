@@ -1,12 +1,10 @@
 //! A node that leaves: unready, still serving, then everybody moved over the window, then exit 0.
 
 use std::collections::{BTreeSet, HashSet};
-use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use testkit::gateway::{GatewayOptions, GatewayProcess, JWT_SECRET, Signal};
+use testkit::gateway::{GatewayProcess, Signal};
 use testkit::http;
 use testkit::redis::RedisServer;
 use testkit::sse::SseClient;
@@ -15,10 +13,7 @@ use tokio::net::TcpStream;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep};
 
-use crate::{Ending, TIDEGATE, bearer, claims, options, sse, sse_end, ws, ws_end, ws_unread};
-
-/// A process that has nothing left to do is gone within this, also on a busy machine.
-const SOON: Duration = Duration::from_secs(4);
+use crate::{Ending, SOON, bearer, claims, options, sse, sse_end, sse_small, ws, ws_end, ws_small, ws_unread};
 
 /// Opens `n` sessions, WebSocket and SSE by turns, each read to its end by a task of its own.
 async fn crowd(gateway: &GatewayProcess, n: usize) -> JoinSet<Ending> {
@@ -117,6 +112,8 @@ async fn a_drain_serves_on_during_the_grace_and_then_moves_everybody_with_a_word
         assert!(end.bye["id"].is_string(), "a ready session is told its position: {}", end.bye);
     }
     assert_spread(&seen, window);
+    let last = seen.iter().map(|end| end.at - signalled).max().unwrap();
+    assert!(last >= grace + window.mul_f64(0.95), "the window is used to its end: {last:?}");
     let delays: HashSet<u64> = seen.iter().map(|end| end.bye["after_ms"].as_u64().unwrap()).collect();
     assert!(delays.len() > N / 2, "only {} different delays", delays.len());
 }
@@ -186,18 +183,46 @@ async fn nobody_is_refused_a_connection_before_the_process_ends() {
 
 #[tokio::test]
 async fn with_few_connected_the_exit_comes_with_the_last_of_them() {
-    for n in [0, 1, 3] {
-        let mut gateway = GatewayProcess::start(options().env("GATEWAY_DRAIN_GRACE", "1s")).await;
-        let mut ends = crowd(&gateway, n).await;
-        let signalled = Instant::now();
-        gateway.signal(Signal::Term);
-        while let Some(end) = ends.join_next().await {
-            assert_eq!(end.unwrap().words(), ("drain", 1001, "after"));
+    for window in ["auto", "20s"] {
+        for n in [0, 1, 3] {
+            let graced = options().env("GATEWAY_DRAIN_GRACE", "1s").env("GATEWAY_DRAIN_WINDOW", window);
+            let mut gateway = GatewayProcess::start(graced).await;
+            let mut ends = crowd(&gateway, n).await;
+            let signalled = Instant::now();
+            gateway.signal(Signal::Term);
+            while let Some(end) = ends.join_next().await {
+                assert_eq!(end.unwrap().words(), ("drain", 1001, "after"));
+            }
+            assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
+            let took = signalled.elapsed();
+            assert!(took >= Duration::from_secs(1) && took < SOON, "{n} connected, window {window}: {took:?}");
         }
-        assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
-        let took = signalled.elapsed();
-        assert!(took >= Duration::from_secs(1) && took < SOON, "{n} connected: {took:?}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_window_that_does_not_fit_before_the_deadline_is_said_and_the_deadline_is_kept() {
+    const N: usize = 60;
+    // Half of ten a second is what one other node is thought to take: twelve seconds, and there are five.
+    let tight = options()
+        .env("GATEWAY_ACCEPT_RATE", "10")
+        .env("GATEWAY_DRAIN_GRACE", "0s")
+        .env("GATEWAY_CLOSE_TIMEOUT", "1s")
+        .env("GATEWAY_DRAIN_DEADLINE", "5s");
+    let mut gateway = GatewayProcess::start(tight).await;
+    let ends = crowd(&gateway, N).await;
+    let signalled = Instant::now();
+    gateway.signal(Signal::Term);
+    let ends = ends.join_all().await;
+    assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
+    let log = gateway.stderr();
+    let warned = log.lines().find(|line| line.contains("raise GATEWAY_DRAIN_DEADLINE")).expect("it is said");
+    for fact in ["WARN", "window_s=4", "needed_s=12", "deadline_s=14"] {
+        assert!(warned.contains(fact), "{fact} in {warned}");
+    }
+    assert!(ends.iter().all(|end| end.words() == ("drain", 1001, "after")));
+    let last = ends.iter().map(|end| end.at - signalled).max().unwrap();
+    assert!(last >= Duration::from_secs(3) && last < Duration::from_secs(5), "the last left after {last:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -231,173 +256,111 @@ async fn clients_that_neither_read_nor_answer_do_not_hold_the_exit_up() {
     drop(deaf_stream);
 }
 
+/// The whole seconds behind this word in a file.
+fn seconds_behind(word: &str, text: &str) -> u64 {
+    let behind = text.split_once(word).unwrap_or_else(|| panic!("no {word}")).1;
+    let value: String = behind.trim_start_matches([' ', ':', '=', '`', '|']).split(['`', '\n']).take(1).collect();
+    value.trim_end_matches('s').parse().unwrap_or_else(|_| panic!("{word} is no number of seconds: {value:?}"))
+}
+
+/// A process that is killed before its drain is over cuts everybody at once, whatever it had planned.
 #[tokio::test]
-async fn a_second_signal_ends_at_once_with_whoever_is_connected() {
-    for (first, second) in [(Signal::Term, Signal::Term), (Signal::Int, Signal::Term), (Signal::Term, Signal::Int)] {
-        let mut gateway = GatewayProcess::start(options().env("GATEWAY_DRAIN_GRACE", "30s")).await;
-        let client = ws(&gateway, &claims("u")).await;
-        gateway.signal(first);
-        gateway.until_status("/readyz", 503).await;
-        assert_eq!(gateway.ended(), None);
-        gateway.signal(second);
-        assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
-        assert!(gateway.stderr().contains("cut=1"), "{}", gateway.stderr());
-        assert_eq!(ws_end(client).await.code, Some(1006));
+async fn our_files_for_orchestrators_give_a_drain_half_a_minute_more_than_it_may_take() {
+    let table = options().args(&["config", "--markdown"]).run(SOON).await.stdout;
+    let deadline = seconds_behind("GATEWAY_DRAIN_DEADLINE", &table);
+    assert!(deadline > 30, "{deadline}");
+    for (word, file) in [
+        ("terminationGracePeriodSeconds", include_str!("../../../deploy/kubernetes.yaml")),
+        ("TimeoutStopSec", include_str!("../../../deploy/tidegate.service")),
+        ("stop_grace_period", include_str!("../../../deploy/docker-compose.yml")),
+    ] {
+        assert!(seconds_behind(word, file) >= deadline + 30, "{word} for a deadline of {deadline} s");
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_second_signal_does_not_wait_for_a_session_that_cannot_be_opened() {
-    let redis = RedisServer::plain();
-    let options = options()
-        .env("GATEWAY_REDIS_URL", redis.url())
-        .env("GATEWAY_REVOCATION_UNAVAILABLE", "allow")
-        .env("GATEWAY_AUTH_TIMEOUT", "500ms")
-        .env("GATEWAY_DRAIN_GRACE", "30s");
-    let mut gateway = GatewayProcess::start(options).await;
-    redis.pause();
-    let mut opened = ws_unread(gateway.public(), &claims("u")).await;
-    assert_eq!(opened.json().await["type"], "hello", "and no ready, for its history cannot be read");
-    gateway.signal(Signal::Term);
-    gateway.until_status("/readyz", 503).await;
-    gateway.signal(Signal::Term);
-    let ended = gateway.wait(SOON).await;
-    redis.resume();
-    assert!(ended.success(), "{}", gateway.stderr());
-    drop(opened);
-}
-
-#[tokio::test]
-async fn a_signal_joins_a_drain_that_the_api_started() {
-    let mut gateway = GatewayProcess::start(options().env("GATEWAY_DRAIN_GRACE", "30s")).await;
-    let asked = http::request(gateway.admin(), "POST", "/v1/drain", &[("Content-Type", "application/json")], b"").await;
-    assert!((200..300).contains(&asked.status()), "{}", asked.text());
-    gateway.until_status("/readyz", 503).await;
-    gateway.signal(Signal::Term);
-    // The signal was taken and changed nothing: the grace goes on and people are served.
-    let client = ws(&gateway, &claims("u")).await;
-    assert_eq!(gateway.ended(), None);
-    gateway.signal(Signal::Term);
-    assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
-    drop(client);
-}
-
-#[tokio::test]
-async fn a_drain_by_the_api_ends_the_process_too() {
-    let mut gateway = GatewayProcess::start(options().env("GATEWAY_DRAIN_GRACE", "0s")).await;
-    let client = ws(&gateway, &claims("u")).await;
-    let asked = http::request(gateway.admin(), "POST", "/v1/drain", &[("Content-Type", "application/json")], b"").await;
-    assert!((200..300).contains(&asked.status()), "{}", asked.text());
-    assert_eq!(ws_end(client).await.words(), ("drain", 1001, "after"));
-    assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
-}
-
-/// A process that is signalled before it has told anybody that it runs.
-struct Early(Child);
-
-impl Early {
-    fn start(redis: &str) -> Self {
-        let mut command = Command::new(TIDEGATE);
-        command.arg("serve").env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        for listener in ["GATEWAY_LISTEN", "GATEWAY_ADMIN_LISTEN", "GATEWAY_PROBE_LISTEN"] {
-            command.env(listener, "127.0.0.1:0");
+/// Reads the counter of those who had to be cut until nobody answers any more; gives its last word.
+fn watch_forced(gateway: &GatewayProcess) -> JoinHandle<u64> {
+    let probes = gateway.probes();
+    tokio::spawn(async move {
+        let mut last = 0;
+        while let Ok(metrics) = http::try_request(probes, "GET", "/metrics", &[], b"").await {
+            let line = metrics.text().lines().find_map(|line| line.strip_prefix("gateway_drain_forced_total "));
+            last = line.expect("it is always shown").parse().unwrap();
+            sleep(Duration::from_millis(20)).await;
         }
-        command.env("GATEWAY_JWT_SECRET", JWT_SECRET).env("GATEWAY_REDIS_URL", redis);
-        Self(command.spawn().unwrap())
-    }
-
-    /// Waits until the kernel delivers SIGTERM to the program rather than ending it.
-    async fn until_it_listens(&mut self) {
-        const TERM: u64 = 1 << 14;
-        loop {
-            let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
-            let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).map(str::trim).unwrap_or("0");
-            if u64::from_str_radix(caught, 16).unwrap() & TERM != 0 {
-                return;
-            }
-            assert_eq!(self.0.try_wait().unwrap(), None, "it runs");
-            tokio::task::yield_now().await;
-        }
-    }
-
-    async fn ends_within(&mut self, limit: Duration) {
-        let signalled = Instant::now();
-        let sent = Command::new("kill").args(["-TERM", &self.0.id().to_string()]).status().unwrap();
-        assert!(sent.success());
-        loop {
-            if let Some(status) = self.0.try_wait().unwrap() {
-                assert!(status.success(), "{status}");
-                return;
-            }
-            assert!(signalled.elapsed() < limit, "still there after {limit:?}");
-            sleep(Duration::from_millis(5)).await;
-        }
-    }
-}
-
-impl Drop for Early {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-#[tokio::test]
-async fn a_signal_during_the_start_is_obeyed_at_once() {
-    // Taken by nobody: connections are accepted by the kernel and never answered.
-    let tarpit = TcpListener::bind("127.0.0.1:0").unwrap();
-    let refusing = {
-        let closed = TcpListener::bind("127.0.0.1:0").unwrap();
-        closed.local_addr().unwrap()
-    };
-    for redis in [tarpit.local_addr().unwrap(), refusing] {
-        for after in [Duration::ZERO, Duration::from_millis(200), Duration::from_secs(2)] {
-            let mut early = Early::start(&format!("redis://{redis}"));
-            early.until_it_listens().await;
-            sleep(after).await;
-            early.ends_within(Duration::from_secs(1)).await;
-        }
-    }
-}
-
-/// `unshare`: the gateway is process 1 of a PID namespace, as in a container. `None` where the
-/// kernel does not permit it.
-fn as_first_process() -> Option<GatewayOptions> {
-    let unshare = ["/usr/bin/unshare", "/bin/unshare"].into_iter().find(|path| std::path::Path::new(path).exists())?;
-    let flags = ["--pid", "--fork", "--kill-child", "--mount-proc"];
-    let is_permitted =
-        Command::new(unshare).args(flags).arg("true").stderr(Stdio::null()).status().is_ok_and(|s| s.success());
-    let arguments: Vec<&str> = flags.into_iter().chain([TIDEGATE, "serve"]).collect();
-    is_permitted.then(|| {
-        let defaults = GatewayOptions::new(unshare).args(&arguments);
-        defaults.env("GATEWAY_DRAIN_GRACE", "30s")
+        last
     })
 }
 
-/// Signals the gateway inside, whose parent is the process that the kit started.
-fn signal_inside(gateway: &GatewayProcess, name: &str) {
-    let parent = gateway.pid();
-    let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).unwrap();
-    let inside = children.split_whitespace().next().expect("unshare has a child");
-    assert!(Command::new("kill").args(["-s", name, inside]).status().unwrap().success());
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_that_cannot_even_be_told_are_cut_and_counted() {
+    const N: usize = 90;
+    const N_DEAF: usize = 10;
+    let mut gateway = GatewayProcess::start(
+        options()
+            .env("GATEWAY_DRAIN_GRACE", "0s")
+            .env("GATEWAY_DRAIN_WINDOW", "2s")
+            .env("GATEWAY_CLOSE_TIMEOUT", "1s")
+            .env("GATEWAY_DRAIN_DEADLINE", "20s")
+            .env("GATEWAY_OUTBOX_BYTES", "64MiB")
+            .env("GATEWAY_WRITE_TIMEOUT", "60s"),
+    )
+    .await;
+    let mut ends = crowd(&gateway, N).await;
+    let (mut deaf, mut deaf_streams) = (Vec::new(), Vec::new());
+    for i in 0..N_DEAF / 2 {
+        let claims = json!({"sub": format!("deaf{i}"), "channels": ["flood"]});
+        deaf.push(ws_small(gateway.public(), &claims).await);
+        deaf_streams.push(sse_small(gateway.public(), &claims).await);
+    }
+    // More than the kernels between hold.
+    for _ in 0..100 {
+        gateway.publish("flood", &json!("x".repeat(60_000))).await;
+    }
+    let forced = watch_forced(&gateway);
+    let signalled = Instant::now();
+    gateway.signal(Signal::Term);
+    while let Some(end) = ends.join_next().await {
+        assert_eq!(end.unwrap().words(), ("drain", 1001, "after"));
+    }
+    assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
+    assert!(signalled.elapsed() < Duration::from_secs(15), "long before the deadline: {:?}", signalled.elapsed());
+    let forced = forced.await.unwrap();
+    assert!((1..=N_DEAF as u64).contains(&forced), "the counter said {forced} at last");
+    let log = gateway.stderr();
+    for words in [format!("n_cut={N_DEAF}"), format!("drained sessions={} cut={N_DEAF}", N + N_DEAF)] {
+        assert!(log.contains(&words), "{words} in:\n{log}");
+    }
+    drop((deaf, deaf_streams));
 }
 
-#[tokio::test]
-async fn as_the_first_process_of_a_container_it_obeys_both_signals_too() {
-    let Some(options) = as_first_process() else {
-        eprintln!("the kernel permits no PID namespace: not tested here");
-        return;
-    };
-    for (first, second) in [("TERM", "TERM"), ("INT", "TERM")] {
-        let mut gateway = GatewayProcess::start(options.clone()).await;
-        let client = ws(&gateway, &claims("u")).await;
-        signal_inside(&gateway, first);
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_drain_waits_for_no_redis_that_stands_still_or_is_gone() {
+    const N: usize = 40;
+    for stands_still in [true, false] {
+        let mut redis = RedisServer::plain();
+        let mut gateway = GatewayProcess::start(
+            options()
+                .env("GATEWAY_REDIS_URL", redis.url())
+                .env("GATEWAY_DRAIN_GRACE", "500ms")
+                .env("GATEWAY_DRAIN_WINDOW", "1s"),
+        )
+        .await;
+        let ends = crowd(&gateway, N).await;
+        if stands_still {
+            redis.pause();
+        } else {
+            redis.kill9();
+        }
+        let signalled = Instant::now();
+        gateway.signal(Signal::Term);
         gateway.until_status("/readyz", 503).await;
-        assert_eq!(gateway.ended(), None);
-        signal_inside(&gateway, second);
+        for end in ends.join_all().await {
+            assert_eq!(end.words(), ("drain", 1001, "after"));
+            assert!(end.at >= signalled + Duration::from_millis(500), "{:?}", end.at - signalled);
+        }
         assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
-        assert!(gateway.stderr().contains("cut=1"), "{}", gateway.stderr());
-        drop(client);
+        assert!(signalled.elapsed() < Duration::from_millis(1_500) + SOON, "{:?}", signalled.elapsed());
     }
 }
 

@@ -1,15 +1,20 @@
 //! How sessions and the process itself end, seen from outside: the real binary, real signals, raw
-//! clients. `drain` (signals and the API), `recycle` (ages), `shed` (moves to a node with room),
-//! `endings` (every other reason with its words), `books` (what is counted is what is there).
+//! clients. `signals` (what stops it, and when), `drain` (how everybody leaves), `recycle` (ages), `shed` (moves to
+//! a node with room), `fleet` (when nobody is to move), `balancers` (all that behind HAProxy and nginx), `endings` (every other
+//! reason with its words), `books` (what is counted is what is there).
 //!
 //! A reason that no mechanism of this build gives (`overload`) has no test here; `replaced` is a
 //! fleet's, with admission.
 
+mod balancers;
 mod books;
 mod drain;
 mod endings;
+mod fleet;
+mod probes;
 mod recycle;
 mod shed;
+mod signals;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -23,6 +28,9 @@ use tokio::time::Instant;
 
 /// The binary under test.
 const TIDEGATE: &str = env!("CARGO_BIN_EXE_tidegate");
+
+/// A process that has nothing left to do is gone within this, also on a busy machine.
+const SOON: Duration = Duration::from_secs(4);
 
 /// A gateway that lets a test's crowd in at once.
 fn options() -> GatewayOptions {
@@ -50,12 +58,23 @@ async fn ws_unread(public: SocketAddr, claims: &Value) -> WsClient {
         .unwrap_or_else(|refused| panic!("{}", refused.text()))
 }
 
-/// A WebSocket whose kernel takes little before its reader must read.
-async fn ws_small(public: SocketAddr, claims: &Value) -> WsClient {
+/// A connection whose kernel takes little before its reader must read.
+async fn small(public: SocketAddr) -> TcpStream {
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(4096).unwrap();
-    let socket: TcpStream = socket.connect(public).await.unwrap();
-    let mut client = WsClient::over(socket, "gateway", "/v1/ws", &[("Authorization", &bearer(claims))])
+    socket.connect(public).await.unwrap()
+}
+
+async fn ws_small(public: SocketAddr, claims: &Value) -> WsClient {
+    let mut client = WsClient::over(small(public).await, "gateway", "/v1/ws", &[("Authorization", &bearer(claims))])
+        .await
+        .unwrap_or_else(|refused| panic!("{}", refused.text()));
+    client.until("ready").await;
+    client
+}
+
+async fn sse_small(public: SocketAddr, claims: &Value) -> SseClient {
+    let mut client = SseClient::over(small(public).await, "gateway", "/v1/sse", &[("Authorization", &bearer(claims))])
         .await
         .unwrap_or_else(|refused| panic!("{}", refused.text()));
     client.until("ready").await;
