@@ -65,7 +65,7 @@ fn idle(all: &Options) -> idle::Options {
     let mut options: idle::Options = defaults();
     options.programs = all.programs.clone();
     if all.size == Size::Small {
-        (options.from, options.to, options.storm) = (200, 1_500, 2_000);
+        (options.from, options.to, options.storm, options.rest) = (200, 1_500, 2_000, 15.0);
     }
     options
 }

@@ -44,6 +44,10 @@ pub struct Options {
     /// Handshakes that come and go between the two measurements
     #[arg(long, default_value_t = 50_000)]
     pub storm: usize,
+    /// Seconds of rest after them, for what is remembered of them on purpose: their channels for ten
+    /// seconds, their verified tokens for up to two minutes
+    #[arg(long, default_value_t = 130.0, value_parser = positive)]
+    pub rest: f64,
     /// How they connect: one after the other, each on a gateway of its own
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Transport::Ws, Transport::Sse])]
     transport: Vec<Transport>,
@@ -197,6 +201,8 @@ async fn measure(options: &Options, transport: Transport) -> Result<Found, Strin
     let n_before = process::n_descriptors(gateway.pid())?;
     storm(options, transport, &gateway).await?;
     until_open(&gateway, 0).await?;
+    let _resting = Progress::of("rest", 0);
+    tokio::time::sleep(Duration::from_secs_f64(options.rest)).await;
     let n_after = process::n_descriptors(gateway.pid())?;
     // Other users than before: what is known of the first would make it too easy.
     let stormed = crowd.grow(options.to).await?;

@@ -142,7 +142,7 @@ impl Peer {
         let mut peer = Peer { kind, process, pid, public, control, redis, dir };
         peer.until_listening().await?;
         peer.pid = match kind {
-            Kind::NchanWs | Kind::NchanSse => child_of(peer.process.0.id())?,
+            Kind::NchanWs | Kind::NchanSse => child_of(peer.process.0.id()).await?,
             _ => peer.process.0.id(),
         };
         Ok(peer)
@@ -412,11 +412,20 @@ redis.on('data', (bytes) => {
 server.listen({ port: PUBLIC, host: '127.0.0.1', backlog: 4096 });
 "#;
 
-/// The first child of a process.
-fn child_of(pid: u32) -> Result<u32, String> {
+/// The first child of a process, as soon as it has one.
+async fn child_of(pid: u32) -> Result<u32, String> {
     let path = format!("/proc/{pid}/task/{pid}/children");
-    let children = fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
-    children.split_ascii_whitespace().next().and_then(|child| child.parse().ok()).ok_or(format!("{path}: no child"))
+    let until = Instant::now() + START_TIMEOUT;
+    loop {
+        let children = fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+        if let Some(child) = children.split_ascii_whitespace().next().and_then(|child| child.parse().ok()) {
+            return Ok(child);
+        }
+        if Instant::now() >= until {
+            return Err(format!("{path}: no child"));
+        }
+        tokio::time::sleep(LOOK).await;
+    }
 }
 
 #[cfg(test)]
