@@ -102,8 +102,6 @@ pub(crate) enum Home {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Aged {
     pub opened_at: Instant,
-    /// The end of its age as it stands now.
-    pub age_at: Instant,
     /// It asked not to be moved until then.
     pub busy_until: Option<Instant>,
     /// It was put off by so much already, extensions aside.

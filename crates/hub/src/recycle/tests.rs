@@ -10,8 +10,8 @@ const fn s(n: u64) -> Duration {
 const MIN: Duration = s(20 * 60);
 const MAX: Duration = s(60 * 60);
 
-fn aged(opened_at: Instant, age_at: Instant) -> Aged {
-    Aged { opened_at, age_at, busy_until: None, postponed: Duration::ZERO, is_extended: false }
+fn aged(opened_at: Instant) -> Aged {
+    Aged { opened_at, busy_until: None, postponed: Duration::ZERO, is_extended: false }
 }
 
 fn recycle(now: Instant) -> Recycle {
@@ -40,7 +40,7 @@ fn ends(n: u64, within: Duration, young_for: Duration, until: Duration, seed: u6
             next.push(Reverse((now + ms(age), Some((now, 0)))));
             continue;
         };
-        let one = Aged { postponed: Duration::from_millis(postponed), ..aged(at(opened), at(now)) };
+        let one = Aged { postponed: Duration::from_millis(postponed), ..aged(at(opened)) };
         match recycle.judge(at(now), &one, n as usize, &dice) {
             Verdict::Leave => {
                 ends.push(now);
@@ -143,7 +143,7 @@ fn who_is_due_all_at_once_leaves_spread_over_ninety_seconds() {
     let recycle = recycle(began);
     // The process stood still from before the first was due until after the last.
     let woke = began + s(3_000);
-    let mut left: Vec<(Instant, Aged)> = (0..N).map(|_| (woke, aged(began, woke))).collect();
+    let mut left: Vec<(Instant, Aged)> = (0..N).map(|_| (woke, aged(began))).collect();
     let mut ends = Vec::new();
     for ds in 0..=900 {
         let now = woke + Duration::from_millis(100 * ds);
@@ -176,7 +176,7 @@ fn turns_come_at_five_times_the_steady_rate_and_few_are_never_held_up() {
     let recycle = recycle(began);
     // 48,000 sessions of 40 minutes: 20 a second is steady, 100 turns a second, 200 saved up.
     let n_turns = |now: Instant| {
-        let leaves = |_: &i32| recycle.judge(now, &aged(began, now), 48_000, &dice) == Verdict::Leave;
+        let leaves = |_: &i32| recycle.judge(now, &aged(began), 48_000, &dice) == Verdict::Leave;
         (0..1_000).take_while(leaves).count()
     };
     n_turns(began + s(100));
@@ -184,9 +184,8 @@ fn turns_come_at_five_times_the_steady_rate_and_few_are_never_held_up() {
     assert_eq!(n_turns(began + s(102)), 100);
     assert_eq!(n_turns(began + s(104)), 200);
     assert_eq!(n_turns(began + s(200)), 200);
-    let few = |now: Instant| {
-        (0..20).take_while(|_| recycle.judge(now, &aged(began, now), 20, &dice) == Verdict::Leave).count()
-    };
+    let few =
+        |now: Instant| (0..20).take_while(|_| recycle.judge(now, &aged(began), 20, &dice) == Verdict::Leave).count();
     assert_eq!(few(began + s(2_000)), 10);
 }
 
@@ -194,7 +193,7 @@ fn turns_come_at_five_times_the_steady_rate_and_few_are_never_held_up() {
 fn a_busy_session_stays_until_it_is_not_and_never_by_more_than_ninety_seconds() {
     let (began, dice) = (Instant::now(), Dice::seeded(5));
     let (recycle, now) = (recycle(began), began + MIN);
-    let one = aged(began, now);
+    let one = aged(began);
     assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Leave);
     let busy = |span| Aged { busy_until: Some(now + span), ..one };
     assert_eq!(recycle.judge(now, &busy(s(60)), 1, &dice), Verdict::Postpone { to: now + s(60), postponed: s(60) });
@@ -213,7 +212,7 @@ fn nobody_stays_beyond_the_maximum_and_ninety_seconds_whatever_puts_it_off() {
             let recycle = recycle(began);
             recycle.set_way(way);
             recycle.set_short(short);
-            let (mut now, mut one) = (began + MAX, aged(began, began + MAX));
+            let (mut now, mut one) = (began + MAX, aged(began));
             loop {
                 one.busy_until = Some(now + s(7));
                 match recycle.judge(now, &one, 1, &dice) {
@@ -229,7 +228,6 @@ fn nobody_stays_beyond_the_maximum_and_ninety_seconds_whatever_puts_it_off() {
                         now = to;
                     }
                 }
-                one.age_at = now;
             }
             assert!(now <= began + MAX + MAX_POSTPONED, "{way:?} {short:?}");
         }
@@ -242,7 +240,7 @@ fn a_node_that_is_short_of_sessions_keeps_each_a_quarter_of_what_is_left_longer_
     let recycle = recycle(began);
     recycle.set_short(Short::Yes);
     let now = began + s(1_600);
-    let one = aged(began, now);
+    let one = aged(began);
     assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Extend(now + s(500)));
     let extended = Aged { is_extended: true, ..one };
     assert_eq!(recycle.judge(now, &extended, 1, &dice), Verdict::Leave);
@@ -257,11 +255,11 @@ fn where_clients_only_come_back_each_is_kept_for_half_of_what_is_left_once() {
     recycle.set_home(Home::Here);
     recycle.set_short(Short::Yes);
     let now = began + s(1_600);
-    let one = aged(began, now);
+    let one = aged(began);
     assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Extend(now + s(1_000)));
     assert_eq!(recycle.judge(now, &Aged { is_extended: true, ..one }, 1, &dice), Verdict::Leave);
     let last = began + MAX;
-    assert_eq!(recycle.judge(last, &aged(began, last), 1, &dice), Verdict::Leave, "nothing is left");
+    assert_eq!(recycle.judge(last, &aged(began), 1, &dice), Verdict::Leave, "nothing is left");
     recycle.set_home(Home::Anywhere);
     recycle.set_short(Short::No);
     assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Leave);
@@ -278,7 +276,7 @@ fn ages_that_are_extended_still_end_evenly_and_do_not_pile_up_at_the_maximum() {
         let mut ends: Vec<f64> = (0..N)
             .map(|_| {
                 let at = began + dice.between(MIN, MAX);
-                let Verdict::Extend(to) = recycle.judge(at, &aged(began, at), N, &dice) else { panic!("kept longer") };
+                let Verdict::Extend(to) = recycle.judge(at, &aged(began), N, &dice) else { panic!("kept longer") };
                 (to - began).as_secs_f64()
             })
             .collect();
@@ -337,7 +335,7 @@ fn pitfall_32_deploys_every_half_hour_do_not_swing_up_what_is_recycled() {
 fn while_sessions_are_moved_for_better_reasons_nobody_is_recycled_for_ninety_seconds() {
     let (began, dice) = (Instant::now(), Dice::seeded(5));
     let (recycle, now) = (recycle(began), began + MIN);
-    let one = aged(began, now);
+    let one = aged(began);
     recycle.set_way(Way::Yields);
     let Verdict::Postpone { to, postponed } = recycle.judge(now, &one, 1, &dice) else { panic!("it yields") };
     assert!(to >= now + s(5) && to < now + s(30) && postponed == to - now);

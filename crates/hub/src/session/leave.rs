@@ -61,12 +61,12 @@ impl State {
         if now < at {
             return None;
         }
-        match (reason, self.age_at) {
+        match reason {
             // Its age alone ends it, and that can wait a little.
-            (CloseReason::Recycle, Some(age_at)) if self.ask.is_none_or(|(ask, _)| ask > at) => {
+            CloseReason::Recycle if self.age_at.is_some() && self.ask.is_none_or(|(ask, _)| ask > at) => {
                 let postponed = Duration::from_millis(u64::from(self.postponed_ms));
                 let (busy_until, is_extended) = (self.busy_until, self.is_extended);
-                Some(Due::Aged(Aged { opened_at: info.opened_at, age_at, busy_until, postponed, is_extended }))
+                Some(Due::Aged(Aged { opened_at: info.opened_at, busy_until, postponed, is_extended }))
             }
             _ => Some(Due::Leave(reason)),
         }
