@@ -5,12 +5,14 @@
 //! every backplane must pass · `faults` a backplane that is late, silent or away ·
 //! `redis` a real server to kill, pause and fail over · `proxy` a wire to cut · `gateway` the real
 //! binary · `http`, `sse`, `ws` raw clients · `numbered` events that are counted from the publisher
-//! to the client · `world` a fleet and its clients on in-memory pipes under a paused clock.
+//! to the client · `world` a fleet and its clients on in-memory pipes under a paused clock · `fleet`
+//! tens of hubs and tens of thousands of light clients under that clock.
 
 pub mod balancer;
 pub mod chance;
 pub mod contract;
 pub mod faults;
+pub mod fleet;
 pub mod gateway;
 pub mod http;
 pub mod numbered;
