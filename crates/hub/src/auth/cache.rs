@@ -162,7 +162,7 @@ mod tests {
 
     #[test]
     fn a_token_without_a_session_is_forgotten_in_time_and_one_with_a_session_never() {
-        let cache = Cache::new(100, 1 << 20);
+        let cache = Cache::new(200, 1 << 20);
         let (of_a_session, start) = (somebody(), Instant::now());
         for i in 0..50 {
             cache.put(mark(i), somebody(), 10);
