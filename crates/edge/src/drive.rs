@@ -134,7 +134,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             }
             let mut slices = [IoSlice::new(&[]); MAX_SLICES];
             let n_slices = self.batch.slices(wire, &mut slices);
-            match Pin::new(&mut self.socket).poll_write_vectored(cx, &slices[..n_slices]) {
+            // Nearly always one: sendto(2) spares what writev(2) does around it.
+            let sent = match &slices[..n_slices] {
+                [only] => Pin::new(&mut self.socket).poll_write(cx, only),
+                some => Pin::new(&mut self.socket).poll_write_vectored(cx, some),
+            };
+            match sent {
                 Poll::Pending => {
                     self.open.progress(0, true);
                     return Poll::Pending;

@@ -24,9 +24,13 @@ use crate::hub::Hub;
 use crate::message::{self, Resume};
 use crate::session::{Held, Offered, Stage};
 
-/// Listeners served between two yields: a big fan-out lets probes, accepts and other tasks of its
+/// Events offered between two yields: a big fan-out lets probes, accepts and other tasks of its
 /// worker in.
 const CHUNK: usize = 256;
+/// Events of one channel that are offered together: what waits already leaves in one write.
+const MAX_RUN: usize = 32;
+/// Such runs between two looks at a repair's end and at the sweep.
+const MAX_RUNS: usize = 256;
 /// Channels of one read of a repair: keeps one call of the log's Function short.
 const REPAIR_CHANNELS: usize = 200;
 /// Events that a repair may hold at once, over all channels; beyond it sessions get `gap`.
@@ -48,7 +52,7 @@ pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
             // First, or a busy link would starve its own repair. Cancel-safe: polled in place.
             repaired = pending_or(&mut dispatcher.repair) => dispatcher.repaired(repaired).await,
             said = link.recv() => match said {
-                Some(said) => dispatcher.on(said).await,
+                Some(said) => dispatcher.on_all(said, &mut link).await,
                 None => return,
             },
             _ = sweep.tick() => { hub.channels.sweep(Instant::now()); }
@@ -90,6 +94,71 @@ impl Dispatcher {
         Self { hub, scratch: Vec::new(), hold: Vec::new(), redo: false, repair: None, breath: 0 }
     }
 
+    /// What the link said, and what it has said since: events of one channel that wait already are
+    /// offered together. Bounded, so that a repair and the sweep have their turn.
+    async fn on_all(&mut self, said: FromLink, link: &mut mpsc::Receiver<FromLink>) {
+        let mut next = Some(said);
+        for _ in 0..MAX_RUNS {
+            match next.take() {
+                Some(FromLink::Event(first)) => {
+                    let run;
+                    (run, next) = self.run_of(first, link);
+                    self.events(run).await;
+                }
+                Some(other) => self.on(other).await,
+                None => return,
+            }
+        }
+        if let Some(said) = next {
+            self.on(said).await;
+        }
+    }
+
+    /// The event and those of the same channel that wait right behind it; then what ended the run.
+    fn run_of(&self, first: Event, link: &mut mpsc::Receiver<FromLink>) -> (Vec<Event>, Option<FromLink>) {
+        let most = self.hub.config.session.outbox_bytes / 8;
+        let mut bytes = first.data.len() + 128;
+        let mut run = vec![first];
+        while run.len() < MAX_RUN && bytes < most {
+            match link.try_recv() {
+                Ok(FromLink::Event(event)) if event.channel == run[0].channel => {
+                    bytes += event.data.len() + 128;
+                    run.push(event);
+                }
+                Ok(other) => return (run, Some(other)),
+                Err(_) => break,
+            }
+        }
+        (run, None)
+    }
+
+    /// As `event`, for several of one channel.
+    async fn events(&mut self, run: Vec<Event>) {
+        let link = self.hub.place.state();
+        let is_plain =
+            link.is_live && run.iter().all(|e| e.id.is_none_or(|id| link.incarnation == Some(id.incarnation())));
+        if !is_plain {
+            for event in run {
+                self.event(event).await;
+            }
+            return;
+        }
+        let mut position = self.hub.place.position();
+        let mut fresh = Vec::with_capacity(run.len());
+        for event in run {
+            match event.id {
+                Some(id) if id <= position => continue,
+                Some(id) => position = id,
+                None => {}
+            }
+            fresh.push(event);
+        }
+        if !fresh.is_empty() {
+            self.dispatch_all(fresh).await;
+            self.hub.place.advance(position);
+        }
+    }
+
     async fn on(&mut self, said: FromLink) {
         match said {
             FromLink::Event(event) => self.event(event).await,
@@ -129,21 +198,26 @@ impl Dispatcher {
 
     /// Offers an event to everybody who hears its channel.
     async fn dispatch(&mut self, event: Event) {
-        let channel = event.channel.clone();
-        let event = Encoded::new(event);
+        self.dispatch_all(vec![event]).await;
+    }
+
+    /// Offers events of one channel, oldest first, to everybody who hears it.
+    async fn dispatch_all(&mut self, events: Vec<Event>) {
+        let channel = events[0].channel.clone();
         let cap = self.hub.config.session.outbox_bytes;
-        self.breath += event.event.data.len() + 128;
+        self.breath += events.iter().map(|event| event.data.len() + 128).sum::<usize>();
+        let events: Vec<Arc<Encoded>> = events.into_iter().map(Encoded::new).collect();
         if self.breath > cap / 8 {
             // Who is to write what was offered may wait for this very thread: without a turn of
             // theirs a burst fills every outbox, however fast its client reads.
             self.breath = 0;
             tokio::task::yield_now().await;
         }
-        let mut from = Some(0);
+        let (mut from, n_listeners) = (Some(0), (CHUNK / events.len()).max(1));
         while let Some(slot) = from {
-            from = self.hub.channels.listeners(&channel, slot, CHUNK, &mut self.scratch);
+            from = self.hub.channels.listeners(&channel, slot, n_listeners, &mut self.scratch);
             for Listener { session, sub } in self.scratch.drain(..) {
-                if session.offer(&event, sub, cap) == Offered::Overflowed {
+                if session.offer(&events, sub, cap) == Offered::Overflowed {
                     self.hub.end(&session, CloseReason::Slow);
                 }
             }

@@ -324,9 +324,21 @@ impl Session {
         self.wake();
     }
 
-    /// A live event of one of its channels (`sub` is the channel's place in `State::subs`).
-    pub(crate) fn offer(&self, event: &Arc<Encoded>, sub: usize, cap: usize) -> Offered {
-        let offered = self.lock().offer(event, sub, self.info.wire, cap);
+    /// Live events of one of its channels (`sub` is the channel's place in `State::subs`), oldest
+    /// first, under one lock and with one wake-up, so that they leave in one write. Ends at the first
+    /// that does not fit.
+    pub(crate) fn offer(&self, events: &[Arc<Encoded>], sub: usize, cap: usize) -> Offered {
+        let mut offered = Offered::Passed;
+        {
+            let mut state = self.lock();
+            for event in events {
+                match state.offer(event, sub, self.info.wire, cap) {
+                    Offered::Overflowed => return Offered::Overflowed,
+                    Offered::Taken => offered = Offered::Taken,
+                    Offered::Passed => {}
+                }
+            }
+        }
         if offered == Offered::Taken {
             self.wake();
         }

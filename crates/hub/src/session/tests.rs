@@ -38,22 +38,22 @@ async fn the_coming_event_counts_and_exactly_the_cap_may_wait() {
         let session = open.session();
         let events = events(&open, 5, 1_000);
         let size = events[0].on(wire).len();
-        assert_eq!(session.offer(&events[0], 0, 2 * size), Offered::Taken);
+        assert_eq!(session.offer(&events[0..=0], 0, 2 * size), Offered::Taken);
         // What is on its way counts until the kernel has it.
         let mut batch = Batch::default();
         assert_eq!(session.attend(Waker::noop(), &mut batch), Attention::Serve);
-        assert_eq!(session.offer(&events[1], 0, 2 * size - 1), Offered::Overflowed);
-        assert_eq!(session.offer(&events[1], 0, 2 * size), Offered::Taken);
-        assert_eq!(session.offer(&events[2], 0, 2 * size), Offered::Overflowed);
+        assert_eq!(session.offer(&events[1..=1], 0, 2 * size - 1), Offered::Overflowed);
+        assert_eq!(session.offer(&events[1..=1], 0, 2 * size), Offered::Taken);
+        assert_eq!(session.offer(&events[2..=2], 0, 2 * size), Offered::Overflowed);
         session.progress(size - 1, true, Instant::now());
-        assert_eq!(session.offer(&events[2], 0, 2 * size), Offered::Overflowed, "a byte is missing");
+        assert_eq!(session.offer(&events[2..=2], 0, 2 * size), Offered::Overflowed, "a byte is missing");
         session.progress(1, true, Instant::now());
-        assert_eq!(session.offer(&events[2], 0, 2 * size), Offered::Taken);
+        assert_eq!(session.offer(&events[2..=2], 0, 2 * size), Offered::Taken);
         assert!(!session.is_overfull(2 * size) && session.is_overfull(2 * size - 1));
         // Who has nothing waiting gets a single one of any size.
         session.progress(2 * size, false, Instant::now());
-        assert_eq!(session.offer(&events[3], 0, 1), Offered::Taken);
-        assert_eq!(session.offer(&events[4], 0, 1), Offered::Overflowed);
+        assert_eq!(session.offer(&events[3..=3], 0, 1), Offered::Taken);
+        assert_eq!(session.offer(&events[4..=4], 0, 1), Offered::Overflowed);
     }
 }
 
