@@ -215,7 +215,7 @@ impl Who {
 /// The window, by what is known of the other nodes; waits for nobody.
 fn window(hub: &Hub, n_sessions: usize) -> Duration {
     let (config, close_timeout) = (hub.config.drain, hub.config.session.close_timeout);
-    let (accept, n_others_draining) = hub.fleet.takers();
+    let (accept, n_others_draining) = hub.fleet.takers(n_sessions);
     let takes = config.takes(accept, n_others_draining + 1);
     let over = config.window_for(n_sessions, takes, close_timeout);
     tracing::info!(n_sessions, window_s = over.as_secs_f64(), takes_per_second = takes, "closing sessions");

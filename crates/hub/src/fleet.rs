@@ -162,27 +162,25 @@ impl Fleet {
         Some(snapshot.others.iter().map(|(report, _)| report.node.clone()).collect())
     }
 
-    /// What those of the others accept a second, together, that were ready when the fleet was last
-    /// read, and how many of the others are leaving. From memory, and also while the backplane is
-    /// away: an old word about the others is better than none.
-    pub fn takers(&self) -> (f64, usize) {
+    /// What those of the others that were ready when the fleet was last read accept a second of
+    /// `n_sessions` (`accepted`), and how many of the others are leaving. From memory, and also while
+    /// the backplane is away: an old word about the others is better than none.
+    pub fn takers(&self, n_sessions: usize) -> (f64, usize) {
         let Some(snapshot) = self.snapshot.load_full() else { return (0.0, 0) };
         let fresh = snapshot
             .others
             .iter()
             .filter(|(report, _)| report.age <= FRESH * self.config.report_every)
             .filter_map(|(_, said)| said.as_ref());
-        let (mut accepted, mut n_leaving) = (0.0, 0);
+        let (mut ready, mut n_leaving) = (Vec::new(), 0);
         for said in fresh {
             match said.phase() {
-                Some(Phase::Serving) if said.ready_ms.is_some() && said.accept_rate.is_finite() => {
-                    accepted += said.accept_rate.max(0.0);
-                }
+                Some(Phase::Serving) if said.ready_ms.is_some() && said.accept_rate.is_finite() => ready.push(said),
                 Some(Phase::Draining) => n_leaving += 1,
                 _ => {}
             }
         }
-        (accepted, n_leaving)
+        (accepted(n_sessions, ready), n_leaving)
     }
 
     /// Is a node of the fleet leaving, as far as is known?
@@ -358,6 +356,24 @@ fn observe(hub: &Hub, snapshot: &Snapshot) {
             "where the balancer in front puts clients"
         );
     }
+}
+
+/// What these accept a second of `n_sessions`, on average until the last of them is in, behind a
+/// balancer that sends each to the emptiest: where one is much emptier than the rest (a new one in a
+/// deploy) it alone is sent clients until it is as full as they, and the others' rates are of no use.
+fn accepted(n_sessions: usize, mut ready: Vec<&Said>) -> f64 {
+    let level = |said: &Said| said.sessions as f64 / said.capacity.max(1) as f64;
+    ready.sort_by(|a, b| level(a).total_cmp(&level(b)));
+    let (mut left, mut seconds, mut capacity, mut rate) = (n_sessions as f64, 0.0, 0.0, 0.0);
+    for (i, said) in ready.iter().enumerate() {
+        capacity += said.capacity.max(1) as f64;
+        rate += said.accept_rate.max(0.0);
+        let next = ready.get(i + 1).map_or(f64::INFINITY, |next| level(next));
+        let taken = left.min((next - level(said)) * capacity);
+        seconds += if taken > 0.0 { taken / rate } else { 0.0 };
+        left -= taken;
+    }
+    if seconds > 0.0 { n_sessions as f64 / seconds } else { rate }
 }
 
 fn said(hub: &Hub) -> Said {

@@ -42,12 +42,12 @@ fn who_drains_together_shares_what_the_others_take() {
     assert_eq!(AUTO.takes(0.0, 2), 50.0, "nobody is known");
 }
 
-/// What the first node believes of the others' taking in, and how many leave with it.
+/// What the first node believes of the others' taking in of a thousand, and how many leave with it.
 async fn takers(nodes: &[&Node]) -> (f64, usize) {
     for node in nodes.iter().rev() {
         refresh(&node.hub).await.unwrap();
     }
-    nodes[0].hub.fleet.takers()
+    nodes[0].hub.fleet.takers(1_000)
 }
 
 #[tokio::test(start_paused = true)]
@@ -67,7 +67,24 @@ async fn the_window_counts_on_those_who_are_ready_and_on_no_one_else() {
     // Away for good, it is still the best guess.
     a.memory.set_reachable(false);
     tokio::time::sleep(s(60)).await;
-    assert_eq!(a.hub.fleet.takers(), (40.0, 1));
+    assert_eq!(a.hub.fleet.takers(1_000), (40.0, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_one_node_is_much_emptier_than_the_rest_the_window_counts_on_it_alone() {
+    let testing = Testing::new(0);
+    let (a, b) = (testing.node_like("a", |_| {}).await, testing.node_like("b", |_| {}).await);
+    let old: Vec<Open> = (0..200).map(|i| b.open(&i.to_string())).collect();
+    let c = testing.node_like("c", |_| {}).await;
+    // Each accepts 100 a second. The first 200 are sent to the empty one, later ones to both.
+    for (n, seconds) in [(1, 0.01), (100, 1.0), (200, 2.0), (400, 3.0), (2_200, 12.0)] {
+        takers(&[&a, &b, &c]).await;
+        let (accepted, _) = a.hub.fleet.takers(n);
+        assert!((n as f64 / accepted - seconds).abs() < 1e-6, "{n} in {} s", n as f64 / accepted);
+    }
+    assert_eq!(a.hub.fleet.takers(0), (200.0, 0), "nobody has to go anywhere");
+    drop(old);
+    assert_eq!(takers(&[&a, &b, &c]).await, (200.0, 0));
 }
 
 /// Ends of all of them, in seconds from the begin of the drain.
