@@ -74,7 +74,9 @@ enum What {
                             --pid \"$(pidof tidegate)\"")]
     Idle(idle::Options),
     /// How late an event is at half the load that the machine can bear
-    #[command(after_help = "Examples:\n  tidegate-loadtest latency\n  tidegate-loadtest latency --rate 20 --clients 500")]
+    #[command(
+        after_help = "Examples:\n  tidegate-loadtest latency\n  tidegate-loadtest latency --rate 20 --clients 500"
+    )]
     Latency(latency::Options),
     /// Some readers stand still: do the others notice, and does the memory stay within its caps?
     #[command(after_help = "Example:\n  tidegate-loadtest slow --clients 1000 --stalled 10")]

@@ -14,10 +14,10 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
+use crate::delay::SlowWire;
 use crate::fleet::{Gateway, Programs, Redis, free_port};
 use crate::probe::Metrics;
 use crate::report::{Bound, Report, Sheet};
-use crate::delay::SlowWire;
 use crate::timeline::quantile;
 use crate::token::{self, Flaw};
 use crate::wire::{Failure, Subscriber, Transport, read_code, read_head, request, status};

@@ -3,8 +3,8 @@
 //! program do not stand in its way. Decides nothing; it notes.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -15,7 +15,8 @@ use tokio::time::{Instant, MissedTickBehavior};
 use crate::admin::Publisher;
 use crate::fleet::Gateway;
 use crate::histogram::Histogram;
-use crate::probe;
+use crate::probe::{self, Metrics};
+use crate::timeline::BIN;
 use crate::token::{self, Flaw};
 use crate::wire::{Address, Subscriber, Transport, number_after};
 
@@ -54,6 +55,9 @@ pub struct Seen {
     /// How late this thread's own timer was: what the machine alone adds to the above.
     pub lag_before: Histogram,
     pub lag_during: Histogram,
+    /// Sessions that the living nodes had opened, together, and when after the kill; the client's word
+    /// for it comes as late as the machine lets the client have it.
+    opened: Mutex<Vec<(Duration, f64)>>,
     n_published: AtomicU64,
     n_publish_failed: AtomicU64,
     n_lost: AtomicU64,
@@ -87,6 +91,7 @@ impl Seen {
             during: Histogram::new(),
             lag_before: Histogram::new(),
             lag_during: Histogram::new(),
+            opened: Mutex::default(),
             n_published: AtomicU64::new(0),
             n_publish_failed: AtomicU64::new(0),
             n_lost: AtomicU64::new(0),
@@ -95,6 +100,20 @@ impl Seen {
             livez: probe(),
             readyz: probe(),
         }
+    }
+
+    /// Sessions opened from the kill until then, by the nodes' own count; between two looks evenly.
+    pub fn opened_by(&self, then: Duration) -> f64 {
+        let opened = self.opened.lock().expect("nothing panics while it is held");
+        let at = opened.partition_point(|(at, _)| *at <= then);
+        let count = match (at.checked_sub(1).map(|at| opened[at]), opened.get(at)) {
+            (Some((from, n)), Some((to, more))) => {
+                n + (more - n) * (then - from).as_secs_f64() / (*to - from).as_secs_f64()
+            }
+            (Some((_, n)), None) | (None, Some(&(_, n))) => n,
+            (None, None) => return 0.0,
+        };
+        count - opened[0].1
     }
 
     pub fn delivery(&self) -> Delivery {
@@ -189,6 +208,7 @@ async fn observe(
     }
     is_ready.send_replace(true);
     let mut probes = JoinSet::new();
+    probes.spawn(count(nodes.probes.clone(), stage.clone(), Arc::clone(&seen)));
     for address in nodes.probes {
         probes.spawn(poll(address, stage.clone(), Arc::clone(&seen)));
     }
@@ -290,6 +310,23 @@ async fn lag(stage: watch::Receiver<Stage>, seen: Arc<Seen>) {
     }
 }
 
+/// Reads from the kill on how many sessions the living nodes have opened.
+async fn count(probes: Vec<SocketAddr>, mut stage: watch::Receiver<Stage>, seen: Arc<Seen>) {
+    if stage.wait_for(|stage| *stage >= Stage::Storm).await.is_err() {
+        return;
+    }
+    let killed = Instant::now();
+    let mut pace = tokio::time::interval(BIN);
+    while *stage.borrow() < Stage::Over {
+        pace.tick().await;
+        let asked = killed.elapsed();
+        let Ok(metrics) = Metrics::read_all(probes.iter().copied()).await else { continue };
+        let at = (asked + killed.elapsed()) / 2;
+        let opened = metrics.sum("gateway_sessions_opened_total").unwrap_or_default();
+        seen.opened.lock().expect("nothing panics while it is held").push((at, opened));
+    }
+}
+
 /// Asks both probes of a living node until the storm is over.
 async fn poll(probes: SocketAddr, mut stage: watch::Receiver<Stage>, seen: Arc<Seen>) {
     if stage.wait_for(|stage| *stage >= Stage::Storm).await.is_err() {
@@ -307,5 +344,22 @@ async fn poll(probes: SocketAddr, mut stage: watch::Receiver<Stage>, seen: Arc<S
                 probe.n_failed.fetch_add(1, Ordering::Relaxed);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sessions_opened_are_counted_from_the_kill_and_evenly_between_two_looks() {
+        let seen = Seen::new();
+        let ms = Duration::from_millis;
+        assert_eq!(seen.opened_by(ms(10)), 0.0);
+        *seen.opened.lock().unwrap() = vec![(ms(0), 100.0), (ms(100), 150.0), (ms(300), 250.0)];
+        assert_eq!(
+            [0, 50, 100, 200, 300, 900].map(|at| seen.opened_by(ms(at))),
+            [0.0, 25.0, 50.0, 100.0, 150.0, 150.0]
+        );
     }
 }

@@ -122,9 +122,10 @@ fn flow(options: &Options, storm: &Storm, back: &[Duration], sheet: &mut Sheet) 
     let last = back.last().copied().unwrap_or(Duration::MAX);
     let full = full_demand(storm, 1, last);
     let [least, least_of_five] = [1, 5].map(|n_seconds| {
-        let admitted = world.admitted.windows(n_seconds, last);
         let windows = full_demand(storm, n_seconds, last).into_iter();
-        let share = |at: usize| f64::from(admitted[at]) / n_seconds as f64 / storm.refill();
+        let opened = |at: usize| storm.seen.opened_by(BIN * at as u32);
+        let opened_from = |at: usize| opened(at + n_seconds * BINS_A_SECOND) - opened(at);
+        let share = |at: usize| opened_from(at) / n_seconds as f64 / storm.refill();
         windows.map(|at| (share(at), at)).min_by(|a, b| a.0.total_cmp(&b.0))
     });
     sheet.figure("full_demand_s", "time with full demand", full.len() as f64 / 10.0, "s");
@@ -159,7 +160,7 @@ fn full_demand(storm: &Storm, n_seconds: usize, until: Duration) -> Vec<usize> {
     let is_full: Vec<bool> =
         storm.world.demand.bins(until).into_iter().map(|tries| f64::from(tries) >= needed).collect();
     let windows = is_full.windows(n_seconds * BINS_A_SECOND).enumerate();
-    let is_refill = |at: usize| f64::from(storm.world.admitted.before(BIN * at as u32)) >= storm.bursts();
+    let is_refill = |at: usize| storm.seen.opened_by(BIN * at as u32) >= storm.bursts();
     windows.filter(|(at, bins)| is_refill(*at) && bins.iter().all(|is_full| *is_full)).map(|(at, _)| at).collect()
 }
 
