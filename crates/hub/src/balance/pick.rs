@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn pitfall_9_whoever_was_moved_within_ten_minutes_is_moved_again_only_for_want_of_others() {
+    fn whoever_was_moved_within_ten_minutes_is_moved_again_only_for_want_of_others() {
         let now = now();
         let moved = |ago| Candidate { opened_at: now - s(ago), has_come_back: true, ..quiet(now) };
         let (lately, earlier) = (moved(599), moved(600));

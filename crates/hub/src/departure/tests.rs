@@ -105,7 +105,7 @@ async fn drain_of(node: &Node, sessions: Vec<Open>) -> Vec<f64> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_26_a_drain_is_as_long_as_the_others_need_and_no_second_has_more_than_its_part() {
+async fn a_drain_is_as_long_as_the_others_need_and_no_second_has_more_than_its_part() {
     for n in [1_000, 4_000] {
         let testing = Testing::new(0);
         let (a, b) = (testing.node_like("a", |config| config.capacity = n).await, testing.node_like("b", |_| {}).await);
@@ -248,7 +248,7 @@ async fn a_position_is_no_activity_and_an_event_is_one_with_an_id_or_without() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_14_tokens_with_one_end_leave_over_a_fifth_of_their_life() {
+async fn tokens_with_one_end_leave_over_a_fifth_of_their_life() {
     let a = Testing::new(0).node_like("a", |_| {}).await;
     let expires_at = BEGINNING + s(600);
     let began = Instant::now();

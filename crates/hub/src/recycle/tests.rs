@@ -305,7 +305,7 @@ fn a_thousand_that_came_within_100_ms_leave_over_the_whole_range_of_their_ages()
 }
 
 #[test]
-fn pitfall_32_deploys_every_half_hour_do_not_swing_up_what_is_recycled() {
+fn deploys_every_half_hour_do_not_swing_up_what_is_recycled() {
     const N: usize = 5_000;
     const DEPLOY: u64 = 1_800_000;
     let dice = Dice::seeded(5);

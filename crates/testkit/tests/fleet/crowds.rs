@@ -13,7 +13,7 @@ async fn first_shed(fleet: &mut Fleet) -> Instant {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_10_affinity_is_noticed_within_90_s_and_moving_stops_for_ten_minutes() {
+async fn affinity_is_noticed_within_90_s_and_moving_stops_for_ten_minutes() {
     let (mut fleet, from) = scaled_out(FleetConfig::new(41, Balancing::Affinity), 6, 4, 20_000).await;
     let first = first_shed(&mut fleet).await;
     fleet.run(first + s(90) - Instant::now()).await;
@@ -30,7 +30,7 @@ async fn pitfall_10_affinity_is_noticed_within_90_s_and_moving_stops_for_ten_min
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_12_clients_that_do_not_come_back_are_no_longer_sent_away_after_90_s() {
+async fn clients_that_do_not_come_back_are_no_longer_sent_away_after_90_s() {
     for returning in [0.0, 0.5] {
         let (mut fleet, from) = scaled_out(FleetConfig::new(42, Balancing::LeastConnections), 6, 4, 10_000).await;
         fleet.returning = returning;

@@ -44,7 +44,7 @@ async fn roll(fleet: &mut Fleet, version: &'static str, style: Style) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_8_a_deploy_in_place_moves_nobody_until_its_end_and_is_even_240_s_later_at_the_latest() {
+async fn a_deploy_in_place_moves_nobody_until_its_end_and_is_even_240_s_later_at_the_latest() {
     let mut fleet = Fleet::standing(FleetConfig::new(11, Balancing::LeastConnections), &[10_000; 5]).await;
     let began = Instant::now();
     roll(&mut fleet, "2", Style::InPlace).await;
@@ -109,7 +109,7 @@ async fn a_deploy_by_surge_at_the_pace_of_the_one_newcomer_refuses_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_8_while_two_versions_live_nobody_is_moved_and_an_end_of_it_lets_it_go_on() {
+async fn while_two_versions_live_nobody_is_moved_and_an_end_of_it_lets_it_go_on() {
     let mut fleet = Fleet::standing(FleetConfig::new(13, Balancing::LeastConnections), &[2_000; 4]).await;
     let old = fleet.add_like(Kind { version: "2", ..fleet.config.kind });
     fleet.run(s(300)).await;
@@ -125,7 +125,7 @@ async fn pitfall_8_while_two_versions_live_nobody_is_moved_and_an_end_of_it_lets
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_32_deploys_every_half_hour_and_ages_of_20_to_60_minutes_do_not_resound() {
+async fn deploys_every_half_hour_and_ages_of_20_to_60_minutes_do_not_resound() {
     let config = FleetConfig { max_age: Some(AGES), ..FleetConfig::new(14, Balancing::LeastConnections) };
     let mut fleet = Fleet::standing(config, &[1_000; 5]).await;
     let began = Instant::now();

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::{Figures, moving, s};
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_5_the_ghost_of_a_full_node_that_was_killed_moves_nobody() {
+async fn the_ghost_of_a_full_node_that_was_killed_moves_nobody() {
     let mut fleet = Fleet::standing(FleetConfig::new(21, Balancing::LeastConnections), &[4_500; 10]).await;
     fleet.fill(0, 5_000);
     let killed = Instant::now();
@@ -41,7 +41,7 @@ async fn a_node_that_dies_while_sessions_are_moved_stops_the_moving_for_60_s() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_6_a_flush_closes_nobody_and_makes_nobody_move() {
+async fn a_flush_closes_nobody_and_makes_nobody_move() {
     let mut fleet = Fleet::standing(FleetConfig::new(22, Balancing::LeastConnections), &[5_000; 10]).await;
     for _ in 0..3 {
         fleet.log.flush();
@@ -55,7 +55,7 @@ async fn pitfall_6_a_flush_closes_nobody_and_makes_nobody_move() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_6_a_flush_in_the_midst_of_the_moving_stops_it_with_the_next_reading() {
+async fn a_flush_in_the_midst_of_the_moving_stops_it_with_the_next_reading() {
     let mut fleet = moving(50_000).await;
     fleet.log.flush();
     fleet.run(s(2)).await;
@@ -70,7 +70,7 @@ async fn pitfall_6_a_flush_in_the_midst_of_the_moving_stops_it_with_the_next_rea
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_7_an_outage_in_the_midst_of_the_moving_stops_it_within_2_s_and_it_goes_on_later() {
+async fn an_outage_in_the_midst_of_the_moving_stops_it_within_2_s_and_it_goes_on_later() {
     let mut fleet = moving(50_000).await;
     fleet.cut_off();
     let out = Instant::now();
@@ -93,7 +93,7 @@ async fn pitfall_7_an_outage_in_the_midst_of_the_moving_stops_it_within_2_s_and_
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_7_a_backplane_that_answers_only_half_of_what_it_should_stops_it_too() {
+async fn a_backplane_that_answers_only_half_of_what_it_should_stops_it_too() {
     // Calls fail while the link stands, as of a replica that does not write; a lost answer; and a
     // link that is down while calls are answered.
     let kinds: [fn(&Fleet); 3] = [
@@ -112,7 +112,7 @@ async fn pitfall_7_a_backplane_that_answers_only_half_of_what_it_should_stops_it
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_7_a_backplane_that_does_not_answer_at_all_stops_it_within_2_s_too() {
+async fn a_backplane_that_does_not_answer_at_all_stops_it_within_2_s_too() {
     let mut fleet = moving(6_000).await;
     let held: Vec<_> = fleet.nodes.iter().map(|node| node.faults.hold(Call::Report)).collect();
     fleet.run(s(2)).await;
@@ -124,7 +124,7 @@ async fn pitfall_7_a_backplane_that_does_not_answer_at_all_stops_it_within_2_s_t
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_27_after_a_cut_of_60_percent_nobody_is_moved_until_all_have_been_back_for_half_a_minute() {
+async fn after_a_cut_of_60_percent_nobody_is_moved_until_all_have_been_back_for_half_a_minute() {
     let mut fleet = Fleet::standing(FleetConfig::new(23, Balancing::InTurn), &[5_000; 10]).await;
     let cut = Instant::now();
     // All of six nodes: in turn they come back everywhere, so that the other four are over.

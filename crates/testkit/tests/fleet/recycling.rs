@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::{AGES, Figures, s};
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_13_a_mass_reconnect_of_5_000_has_no_echo_in_four_hours_of_recycling() {
+async fn a_mass_reconnect_of_5_000_has_no_echo_in_four_hours_of_recycling() {
     let config = FleetConfig { max_age: Some(AGES), ..FleetConfig::new(31, Balancing::LeastConnections) };
     let mut fleet = Fleet::standing(config, &[1_000; 5]).await;
     fleet.run(s(15 * 60)).await;
@@ -63,7 +63,7 @@ async fn an_even_fleet_sheds_nobody_in_an_hour_in_turn() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_14_10_000_tokens_with_one_end_are_spread_over_a_fifth_of_their_life() {
+async fn ten_thousand_tokens_with_one_end_are_spread_over_a_fifth_of_their_life() {
     let mut fleet = Fleet::new(FleetConfig::new(35, Balancing::LeastConnections));
     let life = s(3_600);
     fleet.tokens_end_in(Some(life));

@@ -29,7 +29,7 @@ async fn from_six_to_ten_50_000_sessions_become_even_within_the_budgets_time_and
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_3_one_newcomer_gets_no_more_than_half_of_what_it_accepts() {
+async fn one_newcomer_gets_no_more_than_half_of_what_it_accepts() {
     let (mut fleet, from) = scaled_out(FleetConfig::new(2, LEAST), 6, 1, 21_000).await;
     fleet.run(s(240)).await;
     let figures = Figures::since(from, &fleet, "6 -> 7, 21,000 sessions, least connections");
@@ -40,7 +40,7 @@ async fn pitfall_3_one_newcomer_gets_no_more_than_half_of_what_it_accepts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_2_twenty_donors_keep_to_the_one_budget() {
+async fn twenty_donors_keep_to_the_one_budget() {
     let (mut fleet, from) = scaled_out(FleetConfig::new(3, LEAST), 20, 4, 50_000).await;
     fleet.run(s(240)).await;
     let figures = Figures::since(from, &fleet, "20 -> 24, 50,000 sessions, least connections");
@@ -52,7 +52,7 @@ async fn pitfall_2_twenty_donors_keep_to_the_one_budget() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_4_nobody_is_moved_to_a_newcomer_that_the_balancer_does_not_send_to_yet() {
+async fn nobody_is_moved_to_a_newcomer_that_the_balancer_does_not_send_to_yet() {
     let mut config = FleetConfig::new(4, LEAST);
     config.front.joins_after = s(30);
     let mut fleet = Fleet::standing(config, &[2_000; 5]).await;
@@ -70,7 +70,7 @@ async fn pitfall_4_nobody_is_moved_to_a_newcomer_that_the_balancer_does_not_send
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_30_capacities_of_1_to_2_to_4_come_to_their_shares_and_no_big_node_is_emptied() {
+async fn capacities_of_1_to_2_to_4_come_to_their_shares_and_no_big_node_is_emptied() {
     let mut fleet = Fleet::new(FleetConfig::new(5, LEAST));
     for capacity in CAPACITIES {
         let node = fleet.add_like(Kind { capacity, ..fleet.config.kind });
@@ -87,7 +87,7 @@ async fn pitfall_30_capacities_of_1_to_2_to_4_come_to_their_shares_and_no_big_no
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_30_nodes_that_are_as_full_as_each_other_are_even_whatever_their_counts() {
+async fn nodes_that_are_as_full_as_each_other_are_even_whatever_their_counts() {
     let mut fleet = Fleet::new(FleetConfig::new(9, LEAST));
     for capacity in CAPACITIES {
         let node = fleet.add_like(Kind { capacity, ..fleet.config.kind });

@@ -21,7 +21,7 @@ fn all_say(sim: &Sim, reason: ShedSuspension) -> bool {
 }
 
 #[test]
-fn pitfall_4_nobody_is_moved_before_a_newcomer_was_ready_for_15_s() {
+fn nobody_is_moved_before_a_newcomer_was_ready_for_15_s() {
     let mut sim = Sim::standing(1, Front::LeastConnections, &[10_000; 5]);
     let (from, new) = (sim.t, sim.add());
     sim.nodes[new].is_routed = false;
@@ -34,7 +34,7 @@ fn pitfall_4_nobody_is_moved_before_a_newcomer_was_ready_for_15_s() {
 }
 
 #[test]
-fn pitfall_5_the_ghost_of_a_killed_node_moves_nobody_for_60_s() {
+fn the_ghost_of_a_killed_node_moves_nobody_for_60_s() {
     // In a small fleet the total jumps; in a big one only the member is missing, and its report
     // still stands while its clients are back already.
     for (n, width) in [(5_000, 4), (2_000, 40)] {
@@ -64,7 +64,7 @@ fn a_node_that_dies_while_sessions_are_moved_stops_the_moving_for_60_s() {
 }
 
 #[test]
-fn pitfall_6_deleted_reports_are_not_empty_nodes() {
+fn deleted_reports_are_not_empty_nodes() {
     let mut sim = Sim::standing(1, Front::LeastConnections, &[5_000; 10]);
     for _ in 0..100 {
         sim.store.clear();
@@ -76,7 +76,7 @@ fn pitfall_6_deleted_reports_are_not_empty_nodes() {
 }
 
 #[test]
-fn pitfall_6_a_flush_while_sessions_are_moved_stops_it_with_the_next_reading() {
+fn a_flush_while_sessions_are_moved_stops_it_with_the_next_reading() {
     let mut sim = moving(Front::LeastConnections);
     sim.store.clear();
     sim.run(6);
@@ -89,7 +89,7 @@ fn pitfall_6_a_flush_while_sessions_are_moved_stops_it_with_the_next_reading() {
 }
 
 #[test]
-fn pitfall_7_a_backplane_that_fails_stops_the_moving_within_2_s_and_all_go_on_at_different_times() {
+fn a_backplane_that_fails_stops_the_moving_within_2_s_and_all_go_on_at_different_times() {
     let mut sim = moving(Front::LeastConnections);
     sim.backplane_is_up = false;
     sim.run(2);
@@ -111,7 +111,7 @@ fn pitfall_7_a_backplane_that_fails_stops_the_moving_within_2_s_and_all_go_on_at
 }
 
 #[test]
-fn pitfall_8_two_versions_move_nobody_until_60_s_after_the_last_of_the_old() {
+fn two_versions_move_nobody_until_60_s_after_the_last_of_the_old() {
     let mut sim = Sim::standing(1, Front::LeastConnections, &[8_333; 6]);
     for _ in 0..4 {
         let new = sim.add();
@@ -130,7 +130,7 @@ fn pitfall_8_two_versions_move_nobody_until_60_s_after_the_last_of_the_old() {
 }
 
 #[test]
-fn pitfall_10_affinity_is_noticed_within_90_s_and_each_break_is_longer() {
+fn affinity_is_noticed_within_90_s_and_each_break_is_longer() {
     let mut sim = Sim::standing(1, Front::Affinity, &[8_333; 6]);
     for _ in 0..4 {
         sim.add();
@@ -160,7 +160,7 @@ fn in_turn_with_one_newcomer_among_twenty_is_left_to_recycling() {
 }
 
 #[test]
-fn pitfall_12_clients_that_do_not_come_back_are_no_longer_sent_away_after_75_s() {
+fn clients_that_do_not_come_back_are_no_longer_sent_away_after_75_s() {
     for returning in [0.0, 0.5] {
         let mut sim = Sim::standing(1, Front::LeastConnections, &[8_333; 6]);
         sim.returning = returning;
@@ -183,7 +183,7 @@ fn pitfall_12_clients_that_do_not_come_back_are_no_longer_sent_away_after_75_s()
 }
 
 #[test]
-fn pitfall_27_after_a_cut_of_60_percent_nobody_is_moved_until_the_total_stood_still_for_30_s() {
+fn after_a_cut_of_60_percent_nobody_is_moved_until_the_total_stood_still_for_30_s() {
     let mut sim = Sim::standing(1, Front::InTurn, &[5_000; 10]);
     // All of six nodes' clients: they come back everywhere, so that the other four are over.
     for node in 0..6 {
@@ -212,7 +212,7 @@ fn a_cut_of_everybody_while_sessions_are_moved_stops_it_at_once() {
 }
 
 #[test]
-fn pitfall_31_a_node_that_leaves_is_neither_filled_nor_emptied_by_shedding() {
+fn a_node_that_leaves_is_neither_filled_nor_emptied_by_shedding() {
     let mut sim = Sim::standing(1, Front::LeastConnections, &[5_000, 5_000, 5_000, 1_000]);
     let from = sim.t;
     sim.drain(3, 20);

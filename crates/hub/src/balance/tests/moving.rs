@@ -32,7 +32,7 @@ fn assert_within_budget(sim: &Sim, budget: f64) {
 }
 
 #[test]
-fn pitfall_1_from_six_to_ten_50_000_sessions_are_even_after_112_s_with_19_900_moves_at_200_a_second() {
+fn from_six_to_ten_50_000_sessions_are_even_after_112_s_with_19_900_moves_at_200_a_second() {
     let (sim, from) = scaled_out(Front::LeastConnections, 6, 4, 1_000);
     // Four newcomers accept 100 a second each; half of that is ours. 18,000 moves are the least.
     assert_even_within(&sim, from, 1.15 * (BEFORE_AND_AFTER + 18_000.0 / 200.0));
@@ -43,7 +43,7 @@ fn pitfall_1_from_six_to_ten_50_000_sessions_are_even_after_112_s_with_19_900_mo
 }
 
 #[test]
-fn pitfall_3_from_six_to_seven_takes_147_s_and_the_one_newcomer_refuses_nobody() {
+fn from_six_to_seven_takes_147_s_and_the_one_newcomer_refuses_nobody() {
     let (sim, from) = scaled_out(Front::LeastConnections, 6, 1, 1_000);
     assert_even_within(&sim, from, 1.15 * (BEFORE_AND_AFTER + 6_430.0 / 50.0));
     assert_within_budget(&sim, 50.0);
@@ -61,7 +61,7 @@ fn from_six_to_twelve_takes_137_s_for_donors_part_with_half_a_percent_a_second()
 }
 
 #[test]
-fn pitfall_2_twenty_donors_keep_to_the_one_budget_of_200_a_second() {
+fn twenty_donors_keep_to_the_one_budget_of_200_a_second() {
     let (sim, from) = scaled_out(Front::LeastConnections, 20, 4, 1_000);
     assert_even_within(&sim, from, 1.15 * (BEFORE_AND_AFTER + 7_500.0 / 200.0));
     assert_within_budget(&sim, 200.0);
@@ -123,7 +123,7 @@ fn clients_that_take_30_s_to_return_are_waited_for() {
 }
 
 #[test]
-fn pitfall_30_capacities_of_1_to_2_to_4_converge_to_their_shares() {
+fn capacities_of_1_to_2_to_4_converge_to_their_shares() {
     let mut sim = Sim::new(3, Front::LeastConnections);
     for capacity in [10_000, 20_000, 40_000] {
         let node = sim.add();
@@ -204,7 +204,7 @@ fn rolled_in_place(version: &str) -> (Sim, usize) {
 }
 
 #[test]
-fn pitfall_8_a_rolling_deploy_in_place_sheds_nobody_until_its_end_and_then_the_least_within_240_s() {
+fn a_rolling_deploy_in_place_sheds_nobody_until_its_end_and_then_the_least_within_240_s() {
     for version in ["1", "2"] {
         let (mut sim, from) = rolled_in_place(version);
         assert_eq!(sim.n_shed(), 0, "until the deploy's end");

@@ -185,7 +185,7 @@ fn the_budget_is_the_least_of_what_fleet_recipients_donors_and_room_bear() {
 }
 
 #[test]
-fn pitfall_3_only_the_emptiest_count_for_they_are_sent_everybody() {
+fn only_the_emptiest_count_for_they_are_sent_everybody() {
     let rate = |counts: &[usize]| plan(nodes(counts)).budget.per_second;
     let full = [20_000; 8];
     assert_eq!(rate(&[&full[..], &[0, 0, 0]].concat()), 150.0);

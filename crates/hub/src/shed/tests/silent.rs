@@ -9,7 +9,7 @@ fn all_say(world: &World, answers: Answers) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_7_within_two_seconds_of_its_silence_nobody_is_moved_and_it_goes_on_by_itself() {
+async fn within_two_seconds_of_its_silence_nobody_is_moved_and_it_goes_on_by_itself() {
     let mut world = World::three_and_a_new_one(ShedMode::On).await;
     world.until_shedding().await;
     all_say(&world, Answers::Never);
@@ -30,7 +30,7 @@ async fn pitfall_7_within_two_seconds_of_its_silence_nobody_is_moved_and_it_goes
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_7_a_backplane_that_is_slow_stops_it_as_well_and_is_heard_all_the_same() {
+async fn a_backplane_that_is_slow_stops_it_as_well_and_is_heard_all_the_same() {
     let mut world = World::three_and_a_new_one(ShedMode::On).await;
     world.until_shedding().await;
     all_say(&world, Answers::After(Duration::from_millis(900)));

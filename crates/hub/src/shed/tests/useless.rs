@@ -13,7 +13,7 @@ fn policies(world: &World) -> Vec<LbPolicy> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_10_affinity_stops_it_within_90_s_for_ten_minutes_and_is_said_once() {
+async fn affinity_stops_it_within_90_s_for_ten_minutes_and_is_said_once() {
     let lines = Lines::listen();
     let mut world = World::new();
     world.front = Front::Same;
@@ -36,7 +36,7 @@ async fn pitfall_10_affinity_stops_it_within_90_s_for_ten_minutes_and_is_said_on
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_11_and_what_the_balancer_goes_by_is_known_to_all_nodes() {
+async fn what_the_balancer_goes_by_is_known_to_all_nodes() {
     let lines = Lines::listen();
     let mut world = World::new();
     world.front = Front::Same;
@@ -53,7 +53,7 @@ async fn pitfall_11_and_what_the_balancer_goes_by_is_known_to_all_nodes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_11_least_connections_and_in_turn_are_told_apart() {
+async fn least_connections_and_in_turn_are_told_apart() {
     for (front, expected) in [(Front::Emptiest, LbPolicy::Emptiest), (Front::InTurn, LbPolicy::Spread)] {
         let mut world = World::new();
         world.front = front;
@@ -66,7 +66,7 @@ async fn pitfall_11_least_connections_and_in_turn_are_told_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pitfall_12_clients_that_stay_away_are_no_longer_sent_away() {
+async fn clients_that_stay_away_are_no_longer_sent_away() {
     let lines = Lines::listen();
     let mut world = World::new();
     world.returning = 0.4;
