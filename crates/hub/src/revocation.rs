@@ -138,7 +138,8 @@ impl Revocations {
     /// Starts the task that asks; call it inside a tokio runtime.
     pub fn new(backplane: Arc<dyn Backplane>, config: RevocationConfig, metrics: Arc<Metrics>) -> Self {
         let (questions, asked) = mpsc::channel(MAX_WAITING);
-        let list = Arc::new(List { backplane, deadline: config.deadline, is_away: AtomicBool::new(false) });
+        let (is_away, may_wait) = (AtomicBool::new(false), AtomicBool::new(true));
+        let list = Arc::new(List { backplane, deadline: config.deadline, is_away, may_wait });
         let asking = tokio::spawn(ask_in_batches(list.clone(), asked));
         Self {
             config,
@@ -150,6 +151,12 @@ impl Revocations {
             is_oddity_told: AtomicBool::new(false),
             _asking: AbortOnDropHandle::new(asking),
         }
+    }
+
+    /// No question waits for company from now on: for a node whose accept bucket lets so few in that
+    /// their questions are no load, and whose admissions had better stay evenly spread.
+    pub fn ask_at_once(&self) {
+        self.list.may_wait.store(false, Ordering::Relaxed);
     }
 
     /// `check_by` within the configured deadline.
@@ -301,6 +308,7 @@ struct List {
     backplane: Arc<dyn Backplane>,
     deadline: Duration,
     is_away: AtomicBool,
+    may_wait: AtomicBool,
 }
 
 impl std::fmt::Debug for List {
@@ -350,7 +358,7 @@ async fn ask_in_batches(list: Arc<List>, mut asked: mpsc::Receiver<Question>) {
             continue;
         }
         let waits_from = Instant::now();
-        if pace.is_storm {
+        if pace.is_storm && list.may_wait.load(Ordering::Relaxed) {
             pace.wait_for_company(&mut batch, &mut asked).await;
         }
         let waited = waits_from..Instant::now();
