@@ -96,7 +96,8 @@ test("EventSource: a drained gateway says bye, and the browser comes back to the
 
   assert.deepEqual(await data(page), [1, 2]);
   const byes = await received(page, "bye");
-  assert.deepEqual(byes.map((bye) => bye.reason), ["drain"]);
+  // More may follow: it comes back at a moment that was drawn for it, perhaps before the next one serves.
+  assert.equal(byes[0].reason, "drain");
   assert.deepEqual(await received(page, "gap"), []);
   await page.close();
   await gateway.kill();
