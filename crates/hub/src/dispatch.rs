@@ -29,8 +29,6 @@ use crate::session::{Held, Offered, Stage};
 const CHUNK: usize = 256;
 /// Events of one channel that are offered together: what waits already leaves in one write.
 const MAX_RUN: usize = 32;
-/// Such runs between two looks at a repair's end and at the sweep.
-const MAX_RUNS: usize = 256;
 /// Channels of one read of a repair: keeps one call of the log's Function short.
 const REPAIR_CHANNELS: usize = 200;
 /// Events that a repair may hold at once, over all channels; beyond it sessions get `gap`.
@@ -44,6 +42,8 @@ const REPAIR_PATIENCE: Duration = Duration::from_secs(15);
 
 pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
     let mut dispatcher = Dispatcher::new(hub.clone());
+    // What ended the last run of events.
+    let mut ahead = None;
     let mut sweep = interval(Duration::from_secs(1));
     sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -51,13 +51,26 @@ pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
             biased;
             // First, or a busy link would starve its own repair. Cancel-safe: polled in place.
             repaired = pending_or(&mut dispatcher.repair) => dispatcher.repaired(repaired).await,
-            said = link.recv() => match said {
-                Some(said) => dispatcher.on_all(said, &mut link).await,
+            // Cancel-safe: what is ahead is taken only where it is also given.
+            said = said_next(&mut ahead, &mut link) => match said {
+                Some(FromLink::Event(first)) => {
+                    let run;
+                    (run, ahead) = dispatcher.run_of(first, &mut link);
+                    dispatcher.events(run).await;
+                }
+                Some(said) => dispatcher.on(said),
                 None => return,
             },
             _ = sweep.tick() => { hub.channels.sweep(Instant::now()); }
             () = hub.stop.cancelled() => return,
         }
+    }
+}
+
+async fn said_next(ahead: &mut Option<FromLink>, link: &mut mpsc::Receiver<FromLink>) -> Option<FromLink> {
+    match ahead.take() {
+        Some(said) => Some(said),
+        None => link.recv().await,
     }
 }
 
@@ -94,26 +107,6 @@ impl Dispatcher {
         Self { hub, scratch: Vec::new(), hold: Vec::new(), redo: false, repair: None, breath: 0 }
     }
 
-    /// What the link said, and what it has said since: events of one channel that wait already are
-    /// offered together. Bounded, so that a repair and the sweep have their turn.
-    async fn on_all(&mut self, said: FromLink, link: &mut mpsc::Receiver<FromLink>) {
-        let mut next = Some(said);
-        for _ in 0..MAX_RUNS {
-            match next.take() {
-                Some(FromLink::Event(first)) => {
-                    let run;
-                    (run, next) = self.run_of(first, link);
-                    self.events(run).await;
-                }
-                Some(other) => self.on(other).await,
-                None => return,
-            }
-        }
-        if let Some(said) = next {
-            self.on(said).await;
-        }
-    }
-
     /// The event and those of the same channel that wait right behind it; then what ended the run.
     fn run_of(&self, first: Event, link: &mut mpsc::Receiver<FromLink>) -> (Vec<Event>, Option<FromLink>) {
         let most = self.hub.config.session.outbox_bytes / 8;
@@ -132,36 +125,10 @@ impl Dispatcher {
         (run, None)
     }
 
-    /// As `event`, for several of one channel.
-    async fn events(&mut self, run: Vec<Event>) {
-        let link = self.hub.place.state();
-        let is_plain =
-            link.is_live && run.iter().all(|e| e.id.is_none_or(|id| link.incarnation == Some(id.incarnation())));
-        if !is_plain {
-            for event in run {
-                self.event(event).await;
-            }
-            return;
-        }
-        let mut position = self.hub.place.position();
-        let mut fresh = Vec::with_capacity(run.len());
-        for event in run {
-            match event.id {
-                Some(id) if id <= position => continue,
-                Some(id) => position = id,
-                None => {}
-            }
-            fresh.push(event);
-        }
-        if !fresh.is_empty() {
-            self.dispatch_all(fresh).await;
-            self.hub.place.advance(position);
-        }
-    }
-
-    async fn on(&mut self, said: FromLink) {
+    /// Whatever is no event.
+    fn on(&mut self, said: FromLink) {
         match said {
-            FromLink::Event(event) => self.event(event).await,
+            FromLink::Event(_) => unreachable!("events come in runs"),
             FromLink::Beacon(position) => self.beacon(position),
             FromLink::Confirmed(channel) => self.hub.channels.confirm(&channel),
             FromLink::Lost => self.lost(),
@@ -173,36 +140,45 @@ impl Dispatcher {
         }
     }
 
-    async fn event(&mut self, event: Event) {
-        let Some(id) = event.id else { return self.dispatch(event).await };
-        let link = self.hub.place.state();
-        if !link.is_live {
-            if self.repair.is_some() {
-                self.hold.push(event);
-                if self.hold.len() > MAX_HOLD {
-                    self.hold = Vec::new();
-                    self.redo = true;
-                }
+    /// Events of one channel, oldest first: those that count are offered together.
+    async fn events(&mut self, run: Vec<Event>) {
+        let mut position = self.hub.place.position();
+        let mut fresh = Vec::with_capacity(run.len());
+        for event in run {
+            let Some(id) = event.id else {
+                fresh.push(event);
+                continue;
+            };
+            let link = self.hub.place.state();
+            if !link.is_live {
+                self.hold(event);
+            } else if link.incarnation != Some(id.incarnation()) {
+                self.hub.relink(link);
+            } else if id > position {
+                position = id;
+                fresh.push(event);
             }
-            // Before the link is whole, everything is below what the repair will read.
-            return;
         }
-        if link.incarnation != Some(id.incarnation()) {
-            return self.hub.relink(link);
-        }
-        if id > self.hub.place.position() {
-            self.dispatch(event).await;
-            self.hub.place.advance(id);
+        if !fresh.is_empty() {
+            self.dispatch(fresh).await;
+            self.hub.place.advance(position);
         }
     }
 
-    /// Offers an event to everybody who hears its channel.
-    async fn dispatch(&mut self, event: Event) {
-        self.dispatch_all(vec![event]).await;
+    /// Before the link is whole, everything is below what the repair will read; while it reads, what
+    /// comes may be above.
+    fn hold(&mut self, event: Event) {
+        if self.repair.is_some() {
+            self.hold.push(event);
+            if self.hold.len() > MAX_HOLD {
+                self.hold = Vec::new();
+                self.redo = true;
+            }
+        }
     }
 
     /// Offers events of one channel, oldest first, to everybody who hears it.
-    async fn dispatch_all(&mut self, events: Vec<Event>) {
+    async fn dispatch(&mut self, events: Vec<Event>) {
         let channel = events[0].channel.clone();
         let cap = self.hub.config.session.outbox_bytes;
         self.breath += events.iter().map(|event| event.data.len() + 128).sum::<usize>();
@@ -305,7 +281,7 @@ impl Dispatcher {
         }
         self.hub.metrics.redis_repair();
         for event in std::mem::take(&mut self.hold) {
-            self.event(event).await;
+            self.events(vec![event]).await;
         }
     }
 
@@ -339,7 +315,7 @@ impl Dispatcher {
         let n_events = events.len();
         for event in events {
             let id = event.id;
-            self.dispatch(event).await;
+            self.dispatch(vec![event]).await;
             if let Some(id) = id {
                 self.hub.place.advance(id);
             }
