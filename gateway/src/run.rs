@@ -47,10 +47,6 @@ const CONSOLE: &str = include_str!("../web/console.html");
 /// The figures that are looked at rather than counted are looked at so often.
 const GAUGE_EVERY: Duration = Duration::from_secs(1);
 
-/// Admissions a second that may each ask Redis a question of their own (some 4 us of it): what the
-/// accept bucket lets in then stays evenly spread. Above, a storm's questions wait for company.
-const FEW_A_SECOND: u32 = 1_000;
-
 /// Why a gateway does not run (any more).
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
@@ -300,9 +296,6 @@ impl Node {
     ) -> Result<Self, RunError> {
         let (verifier, keeper) = verifier(config, &dice)?;
         let revocations = Arc::new(Revocations::new(backplane.clone(), settings::revocation(config), metrics.clone()));
-        if config.admission.accept_rate <= FEW_A_SECOND && settings::adaptive(config).is_none() {
-            revocations.ask_at_once();
-        }
         let parts = Parts {
             config: settings::hub(config, capacity),
             backplane,

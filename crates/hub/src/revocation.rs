@@ -79,6 +79,16 @@ pub enum WhenUnavailable {
     Allow,
 }
 
+/// Whether a storm's questions wait for company.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Company {
+    /// They do: each is one for many.
+    Awaited,
+    /// They do not: so few are let in that their questions are no load, and admissions had better
+    /// stay evenly spread.
+    Unneeded,
+}
+
 /// How `Revocations` works.
 #[derive(Clone, Copy, Debug)]
 pub struct RevocationConfig {
@@ -89,6 +99,8 @@ pub struct RevocationConfig {
     pub deadline: Duration,
     /// A revocation that was seen is remembered so long (`GATEWAY_REVOCATION_TTL`).
     pub remember: Duration,
+    /// Whether a storm's questions wait for company.
+    pub company: Company,
 }
 
 /// What is known about an identity.
@@ -138,9 +150,8 @@ impl Revocations {
     /// Starts the task that asks; call it inside a tokio runtime.
     pub fn new(backplane: Arc<dyn Backplane>, config: RevocationConfig, metrics: Arc<Metrics>) -> Self {
         let (questions, asked) = mpsc::channel(MAX_WAITING);
-        let (is_away, may_wait) = (AtomicBool::new(false), AtomicBool::new(true));
-        let list = Arc::new(List { backplane, deadline: config.deadline, is_away, may_wait });
-        let asking = tokio::spawn(ask_in_batches(list.clone(), asked));
+        let list = Arc::new(List { backplane, deadline: config.deadline, is_away: AtomicBool::new(false) });
+        let asking = tokio::spawn(ask_in_batches(list.clone(), config.company, asked));
         Self {
             config,
             waiting: Capacity::new(MAX_WAITING),
@@ -151,12 +162,6 @@ impl Revocations {
             is_oddity_told: AtomicBool::new(false),
             _asking: AbortOnDropHandle::new(asking),
         }
-    }
-
-    /// No question waits for company from now on: for a node whose accept bucket lets so few in that
-    /// their questions are no load, and whose admissions had better stay evenly spread.
-    pub fn ask_at_once(&self) {
-        self.list.may_wait.store(false, Ordering::Relaxed);
     }
 
     /// `check_by` within the configured deadline.
@@ -308,7 +313,6 @@ struct List {
     backplane: Arc<dyn Backplane>,
     deadline: Duration,
     is_away: AtomicBool,
-    may_wait: AtomicBool,
 }
 
 impl std::fmt::Debug for List {
@@ -349,7 +353,7 @@ impl List {
 }
 
 /// The one task: what queued while the last question was under way makes the next one.
-async fn ask_in_batches(list: Arc<List>, mut asked: mpsc::Receiver<Question>) {
+async fn ask_in_batches(list: Arc<List>, company: Company, mut asked: mpsc::Receiver<Question>) {
     let mut batch = Vec::new();
     let mut pace = Pace::new(Instant::now());
     while asked.recv_many(&mut batch, MAX_BATCH).await > 0 {
@@ -358,7 +362,7 @@ async fn ask_in_batches(list: Arc<List>, mut asked: mpsc::Receiver<Question>) {
             continue;
         }
         let waits_from = Instant::now();
-        if pace.is_storm && list.may_wait.load(Ordering::Relaxed) {
+        if pace.is_storm && company == Company::Awaited {
             pace.wait_for_company(&mut batch, &mut asked).await;
         }
         let waited = waits_from..Instant::now();

@@ -25,7 +25,7 @@ use crate::memory::{Memory, MemoryConfig, MemoryLog};
 use crate::message::Backoff;
 use crate::outbox::{Batch, Item};
 use crate::plugin::{Admission, Plugins};
-use crate::revocation::{RevocationConfig, Revocations, WhenUnavailable};
+use crate::revocation::{Company, RevocationConfig, Revocations, WhenUnavailable};
 use crate::session::{Attention, SessionConfig};
 use crate::telemetry::Metrics;
 
@@ -108,8 +108,12 @@ impl Testing {
             max_channels: 10,
             anonymous: None,
         });
-        let revocation =
-            RevocationConfig { when_unavailable: WhenUnavailable::Refuse, deadline: SECS(1), remember: SECS(60) };
+        let revocation = RevocationConfig {
+            when_unavailable: WhenUnavailable::Refuse,
+            deadline: SECS(1),
+            remember: SECS(60),
+            company: Company::Awaited,
+        };
         let fleet = FleetConfig { max_sessions_per_user: self.limit, ..config.fleet };
         let parts = Parts {
             config: HubConfig { fleet, ..config },

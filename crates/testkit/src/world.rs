@@ -37,7 +37,7 @@ use hub::limit::{AcceptBucket, AddressBuckets, Capacity};
 use hub::memory::{Memory, MemoryConfig, MemoryLog, Restart};
 use hub::message::Backoff;
 use hub::plugin::Plugins;
-use hub::revocation::{RevocationConfig, Revocations, WhenUnavailable};
+use hub::revocation::{Company, RevocationConfig, Revocations, WhenUnavailable};
 use hub::session::SessionConfig;
 use hub::telemetry::Metrics;
 use serde_json::json;
@@ -492,7 +492,8 @@ impl Node {
     }
 }
 
-fn auth_config() -> AuthConfig {
+/// Of every simulated node.
+pub(crate) fn auth_config() -> AuthConfig {
     AuthConfig {
         keys: KeySource::Secret(Secret::new(SECRET.to_vec())),
         algorithms: None,
@@ -505,11 +506,13 @@ fn auth_config() -> AuthConfig {
     }
 }
 
-fn revocation_config() -> RevocationConfig {
+/// Of every simulated node.
+pub(crate) fn revocation_config() -> RevocationConfig {
     RevocationConfig {
         when_unavailable: WhenUnavailable::Allow,
         deadline: Duration::from_secs(1),
         remember: Duration::from_secs(3600),
+        company: Company::Awaited,
     }
 }
 

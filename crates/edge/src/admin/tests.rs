@@ -19,7 +19,7 @@ use hub::limit::Capacity;
 use hub::memory::{Memory, MemoryConfig, MemoryLog};
 use hub::message::Backoff;
 use hub::plugin::{Admission, Plugin, Plugins};
-use hub::revocation::{RevocationConfig, Revocations, WhenUnavailable};
+use hub::revocation::{Company, RevocationConfig, Revocations, WhenUnavailable};
 use hub::session::SessionConfig;
 use hub::telemetry::Metrics;
 use serde_json::Value;
@@ -68,8 +68,12 @@ fn node() -> Node {
         max_channels: 10,
         anonymous: None,
     });
-    let revocation =
-        RevocationConfig { when_unavailable: WhenUnavailable::Refuse, deadline: secs(1), remember: secs(60) };
+    let revocation = RevocationConfig {
+        when_unavailable: WhenUnavailable::Refuse,
+        deadline: secs(1),
+        remember: secs(60),
+        company: Company::Awaited,
+    };
     let session = SessionConfig {
         outbox_bytes: 1 << 20,
         write_timeout: secs(10),

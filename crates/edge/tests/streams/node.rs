@@ -20,7 +20,7 @@ use hub::limit::{AcceptBucket, AddressBuckets, Capacity};
 use hub::memory::{MemoryConfig, MemoryLog};
 use hub::message::Backoff;
 use hub::plugin::Plugins;
-use hub::revocation::{RevocationConfig, Revocations, WhenUnavailable};
+use hub::revocation::{Company, RevocationConfig, Revocations, WhenUnavailable};
 use hub::session::SessionConfig;
 use hub::telemetry::Metrics;
 use serde_json::{Value, json};
@@ -127,8 +127,12 @@ impl Node {
             anonymous: None,
         });
         let verifier = Arc::new(verifier.unwrap());
-        let revocation =
-            RevocationConfig { when_unavailable: WhenUnavailable::Refuse, deadline: secs(1), remember: secs(60) };
+        let revocation = RevocationConfig {
+            when_unavailable: WhenUnavailable::Refuse,
+            deadline: secs(1),
+            remember: secs(60),
+            company: Company::Awaited,
+        };
         let metrics = Metrics::new("0.0.0");
         let revocations = Arc::new(Revocations::new(memory.clone(), revocation, metrics.clone()));
         let capacity = settings.hub.capacity;

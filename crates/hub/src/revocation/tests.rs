@@ -126,11 +126,16 @@ impl Backplane for Fake {
 }
 
 fn node() -> (Arc<Fake>, Arc<Revocations>) {
+    node_with(Company::Awaited)
+}
+
+fn node_with(company: Company) -> (Arc<Fake>, Arc<Revocations>) {
     let fake = Arc::new(Fake::default());
     let config = RevocationConfig {
         when_unavailable: WhenUnavailable::Refuse,
         deadline: DEADLINE,
         remember: Duration::from_secs(3_600),
+        company,
     };
     (fake.clone(), Arc::new(Revocations::new(fake, config, Metrics::new("test"))))
 }
@@ -303,8 +308,8 @@ async fn while_the_list_is_away_one_question_tries_it_and_nobody_else_waits_for_
 }
 
 /// Comes `per_second` for a second; how many questions that took, and the longest that anybody waited.
-async fn come(per_second: u32) -> (usize, Duration) {
-    let (fake, node) = node();
+async fn come(per_second: u32, company: Company) -> (usize, Duration) {
+    let (fake, node) = node_with(company);
     let start = Instant::now();
     let mut checks = Vec::new();
     for i in 0..per_second {
@@ -328,13 +333,15 @@ async fn come(per_second: u32) -> (usize, Duration) {
 
 #[tokio::test(start_paused = true)]
 async fn a_question_waits_for_company_in_a_storm_only_and_never_long() {
-    let (n, longest) = come(100).await;
+    let (n, longest) = come(100, Company::Awaited).await;
     assert_eq!((n, longest), (100, Duration::ZERO), "alone, everybody is asked for at once");
     for per_second in [1_000, 5_000] {
-        let (n, longest) = come(per_second).await;
+        let (n, longest) = come(per_second, Company::Awaited).await;
         assert!(n <= per_second as usize / 50 + 10, "{n} questions for {per_second} checks");
         assert!(longest <= COMPANY_WAIT + Duration::from_millis(2), "{longest:?}");
     }
+    let (n, longest) = come(1_000, Company::Unneeded).await;
+    assert_eq!((n, longest), (1_000, Duration::ZERO), "few are let in: nobody waits, however they come");
     // Sixty who come again as soon as they were answered are all there are: no use to wait for more.
     let (fake, node) = node();
     let start = Instant::now();

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use hub::auth::{AuthConfig, Identity, KeySource, Secret, UserChannel, Verifier};
+use hub::auth::{Identity, Verifier};
 use hub::backplane::Backplane;
 use hub::channel::Channel;
 use hub::clock::{Clock, Dice};
@@ -19,7 +19,7 @@ use hub::memory::Memory;
 use hub::message::Backoff;
 use hub::plugin::{Admission, Plugins};
 use hub::refusal::{Refusal, RefusalCode};
-use hub::revocation::{RevocationConfig, Revocations, WhenUnavailable};
+use hub::revocation::Revocations;
 use hub::session::SessionConfig;
 use hub::shed::ShedConfig;
 use hub::telemetry::Metrics;
@@ -27,6 +27,7 @@ use tokio::time::Instant;
 
 use super::FleetConfig;
 use crate::faults::{Call, Failure, Faulty};
+use crate::world::{auth_config, revocation_config};
 
 /// Every call that reaches for the backplane.
 const CALLS: [Call; 10] = [
@@ -220,26 +221,5 @@ fn hub_config(config: &FleetConfig, kind: Kind, node: Arc<str>) -> HubConfig {
             planned: PlannedCodes::default(),
             reconnect: Backoff::default(),
         },
-    }
-}
-
-fn auth_config() -> AuthConfig {
-    AuthConfig {
-        keys: KeySource::Secret(Secret::new(b"a secret of the simulated fleet, 32 bytes and more".to_vec())),
-        algorithms: None,
-        issuer: None,
-        audience: None,
-        leeway: Duration::ZERO,
-        user_channel: UserChannel::Off,
-        max_channels: 100,
-        anonymous: None,
-    }
-}
-
-fn revocation_config() -> RevocationConfig {
-    RevocationConfig {
-        when_unavailable: WhenUnavailable::Allow,
-        deadline: Duration::from_secs(1),
-        remember: Duration::from_secs(3600),
     }
 }
