@@ -89,6 +89,31 @@ impl GatewayOptions {
         self
     }
 
+    /// In namespaces of its own, such as `unshare FLAGS` makes, once `before` (a line of shell) has
+    /// succeeded there.
+    ///
+    /// # Panics
+    /// Where the kernel permits them neither to this user nor to root of a user namespace: run such
+    /// tests as root.
+    pub fn unshared(mut self, flags: &[&str], before: &str) -> Self {
+        let programs = ["/usr/bin/unshare", "/bin/unshare"];
+        let unshare = programs.into_iter().find(|path| Path::new(path).exists()).expect("util-linux is installed");
+        let line = |then: &str| format!("PATH=/usr/sbin:/usr/bin:/sbin:/bin; {before} && {then}");
+        let with = |user: &[&str]| -> Vec<String> {
+            [user, flags, &["/bin/sh", "-c"]].concat().into_iter().map(str::to_owned).collect()
+        };
+        let is_permitted = |start: &Vec<String>| {
+            let mut tried = Command::new(unshare);
+            tried.args(start).arg(line("true")).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+        };
+        let starts = [with(&[]), with(&["--user", "--map-root-user"])];
+        let mut args = starts.into_iter().find(is_permitted).expect("the kernel permits namespaces; run this as root");
+        // `sh` becomes the binary: it has the process id that was meant for it.
+        args.extend([line("exec \"$0\" \"$@\""), self.binary.to_string_lossy().into_owned()]);
+        args.append(&mut self.args);
+        Self { binary: unshare.into(), args, ..self }
+    }
+
     /// Runs a command that ends by itself (`config --check`, `token`, a start that must fail).
     ///
     /// # Panics

@@ -202,15 +202,9 @@ async fn a_node_that_ended_is_in_the_fleet_no_longer() {
     assert_eq!(redis.cli(&["KEYS", "tidegate:fleet*"]), "");
 }
 
-/// `unshare`: the gateway is process 1 of a PID namespace, as in a container. `None` where the
-/// kernel does not permit it.
-fn as_first_process() -> Option<GatewayOptions> {
-    let unshare = ["/usr/bin/unshare", "/bin/unshare"].into_iter().find(|path| std::path::Path::new(path).exists())?;
-    let flags = ["--pid", "--fork", "--kill-child", "--mount-proc"];
-    let is_permitted =
-        Command::new(unshare).args(flags).arg("true").stderr(Stdio::null()).status().is_ok_and(|s| s.success());
-    let arguments: Vec<&str> = flags.into_iter().chain([TIDEGATE, "serve"]).collect();
-    is_permitted.then(|| GatewayOptions::new(unshare).args(&arguments))
+/// The gateway is process 1 of a PID namespace, as in a container.
+fn as_first_process() -> GatewayOptions {
+    GatewayOptions::new(TIDEGATE).unshared(&["--pid", "--fork", "--kill-child", "--mount-proc"], "true")
 }
 
 /// Signals the gateway inside, whose parent is the process that the kit started.
@@ -223,10 +217,7 @@ fn signal_inside(gateway: &GatewayProcess, name: &str) {
 
 #[tokio::test]
 async fn as_the_first_process_of_a_container_it_obeys_both_signals_too() {
-    let Some(options) = as_first_process() else {
-        eprintln!("the kernel permits no PID namespace: not tested here");
-        return;
-    };
+    let options = as_first_process();
     for (first, second) in [("TERM", "TERM"), ("INT", "TERM")] {
         let mut gateway = GatewayProcess::start(options.clone().env("GATEWAY_DRAIN_GRACE", "30s")).await;
         let client = ws(&gateway, &claims("u")).await;
@@ -242,10 +233,7 @@ async fn as_the_first_process_of_a_container_it_obeys_both_signals_too() {
 
 #[tokio::test]
 async fn as_the_first_process_of_a_container_it_drains_and_says_so_by_its_exit_code() {
-    let Some(options) = as_first_process() else {
-        eprintln!("the kernel permits no PID namespace: not tested here");
-        return;
-    };
+    let options = as_first_process();
     let mut gateway = GatewayProcess::start(options.env("GATEWAY_DRAIN_GRACE", "0s")).await;
     let client = ws(&gateway, &claims("u")).await;
     signal_inside(&gateway, "TERM");
