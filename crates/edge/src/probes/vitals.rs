@@ -213,7 +213,7 @@ impl Vitals {
         &self.metrics
     }
 
-    /// How late the latest heartbeat since the last call was; to be asked by one only, once a second
+    /// How late the latest heartbeat of either runtime since the last call was; to be asked by one only, once a second
     /// or so: the windows of readiness are too slow for who steers by it.
     pub fn take_worst_lag(&self) -> Duration {
         Duration::from_millis(self.worst_lag_ms.swap(0, Ordering::AcqRel))
@@ -258,8 +258,10 @@ impl Vitals {
     /// Safe at any point; once it ran, its silence counts.
     pub async fn run_door_heartbeat(self: Arc<Self>) {
         loop {
+            let due = Instant::now() + TICK;
             self.door_tick_ms.store(millis(self.base.elapsed()), Ordering::Release);
-            tokio::time::sleep(TICK).await;
+            tokio::time::sleep_until(due).await;
+            self.worst_lag_ms.fetch_max(millis(due.elapsed()), Ordering::AcqRel);
         }
     }
 
@@ -607,5 +609,25 @@ mod tests {
         beat_for(WINDOW * 4).await;
         assert!(vitals.readiness().ready);
         assert!(vitals.readiness().lag_p99_ms < 25);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_door_that_stands_still_fails_liveness_and_is_late_for_who_steers_by_it() {
+        let vitals = Vitals::new(CONFIG, 100, Metrics::new("test"), || Link::Up);
+        vitals.set_phase(Phase::Serving);
+        let mut main = std::pin::pin!(Arc::clone(&vitals).run_heartbeat());
+        let mut door = std::pin::pin!(Arc::clone(&vitals).run_door_heartbeat());
+        assert_eq!(vitals.door_tick_age(), Duration::ZERO, "there is none yet");
+        let _ = tokio::time::timeout(TICK * 3, futures_util::future::join(&mut main, &mut door)).await;
+        assert!(vitals.is_live() && vitals.door_tick_age() <= TICK);
+        let _ = vitals.take_worst_lag();
+
+        // The main runtime goes on, the door does not.
+        let _ = tokio::time::timeout(CONFIG.live_stale + TICK, &mut main).await;
+        assert!(!vitals.is_live() && vitals.tick_age() <= TICK && vitals.readiness().ready);
+        assert_eq!(vitals.take_worst_lag(), Duration::ZERO, "its next beat will tell");
+        let _ = tokio::time::timeout(TICK / 2, &mut door).await;
+        assert!(vitals.is_live());
+        assert!(vitals.take_worst_lag() >= CONFIG.live_stale - 2 * TICK);
     }
 }
