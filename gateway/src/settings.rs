@@ -169,7 +169,7 @@ pub fn hub(config: &Config, capacity: usize) -> HubConfig {
         drain: DrainConfig {
             grace: drain.grace,
             window: drain.window.map_or(Window::Auto, Window::Fixed),
-            deadline: drain.deadline,
+            deadline: drain.deadline_in_force(),
             takes_per_second: f64::from(config.admission.accept_rate) / 2.0,
         },
         session: SessionConfig {

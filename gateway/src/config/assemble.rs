@@ -72,8 +72,12 @@ impl Config {
             grace: r.duration("GATEWAY_DRAIN_GRACE"),
             window: r.window("GATEWAY_DRAIN_WINDOW"),
             deadline: r.duration("GATEWAY_DRAIN_DEADLINE"),
+            termination_grace: r.maybe_duration("GATEWAY_TERMINATION_GRACE"),
             close_timeout: session.close_timeout,
         };
+        if drain.deadline_in_force() < drain.deadline {
+            r.computed("GATEWAY_DRAIN_DEADLINE", parse::show_duration(drain.deadline_in_force()));
+        }
         let shed = Shed::read(r);
         let fleet = Fleet { report: r.duration("GATEWAY_FLEET_REPORT"), ttl: r.duration("GATEWAY_FLEET_TTL") };
         let admin = Admin::read(r);

@@ -9,7 +9,7 @@ use jsonwebtoken::{Algorithm, AlgorithmFamily};
 
 use super::parse::{show_duration, show_size};
 use super::values::{Origins, RedisScheme};
-use super::{AcceptMode, Config, Key};
+use super::{AcceptMode, Config, Drain, Key};
 
 /// Idle connections are cut after 60 s by most proxies and balancers in their default settings.
 const COMMON_IDLE_CUT: Duration = Duration::from_secs(60);
@@ -55,6 +55,7 @@ impl Config {
         self.check_redis(&mut broken);
         self.check_sessions(&mut broken);
         self.check_leaving(&mut broken);
+        self.check_termination(&mut broken);
         self.check_fleet(&mut broken);
         broken.0
     }
@@ -74,6 +75,7 @@ impl Config {
         self.doubt_security(&mut doubtful);
         self.doubt_redis(&mut doubtful);
         self.doubt_sessions(&mut doubtful);
+        self.doubt_termination(&mut doubtful);
         self.doubt_fleet(&mut doubtful);
         doubtful.0
     }
@@ -211,6 +213,23 @@ impl Config {
         }
     }
 
+    fn check_termination(&self, broken: &mut Broken) {
+        let drain = &self.drain;
+        let Some(killed) = drain.termination_grace else { return };
+        let needed = drain.grace + drain.close_timeout + Drain::EXIT;
+        broken.when(
+            killed <= needed,
+            &["GATEWAY_TERMINATION_GRACE", "GATEWAY_DRAIN_GRACE", "GATEWAY_CLOSE_TIMEOUT"],
+            || {
+                let [grace, close, exit, needed, killed] =
+                    [drain.grace, drain.close_timeout, Drain::EXIT, needed, killed].map(show_duration);
+                format!(
+                    "{grace} + {close} + {exit} for the exit leave no time to close before the process is killed after {killed}; let it live longer than {needed}"
+                )
+            },
+        );
+    }
+
     fn check_fleet(&self, broken: &mut Broken) {
         let fleet = &self.fleet;
         broken.when(fleet.ttl <= fleet.report, &["GATEWAY_FLEET_TTL", "GATEWAY_FLEET_REPORT"], || {
@@ -280,6 +299,28 @@ impl Config {
         doubtful.when(!min.is_zero() && min == max, &["GATEWAY_MAX_AGE_MIN", "GATEWAY_MAX_AGE_MAX"], || {
             "no spread: sessions that came together leave together".to_owned()
         });
+    }
+
+    fn doubt_termination(&self, doubtful: &mut Broken) {
+        let drain = &self.drain;
+        let Some(killed) = drain.termination_grace else { return };
+        let in_force = drain.deadline_in_force();
+        doubtful.when(
+            in_force < drain.deadline,
+            &["GATEWAY_TERMINATION_GRACE", "GATEWAY_DRAIN_DEADLINE"],
+            || {
+                let most = in_force.saturating_sub(drain.grace).saturating_sub(drain.close_timeout);
+                let window = match drain.window {
+                    Some(window) if window > most => format!(" and the window to {}", show_duration(most)),
+                    _ => String::new(),
+                };
+                let [killed, deadline, in_force, fits] =
+                    [killed, drain.deadline, in_force, drain.deadline + Drain::EXIT].map(show_duration);
+                format!(
+                    "killed after {killed}, the process would not live to the drain's deadline of {deadline}: the deadline is lowered to {in_force}{window}; with {fits} before the kill it would fit"
+                )
+            },
+        );
     }
 
     fn doubt_fleet(&self, doubtful: &mut Broken) {

@@ -307,8 +307,10 @@ pub struct Drain {
     pub grace: Duration,
     /// Closes are spread over it; `None`: worked out from what the fleet takes in.
     pub window: Option<Duration>,
-    /// From the signal to the last cut.
+    /// From the signal to the last cut, as it is asked for; see `deadline_in_force`.
     pub deadline: Duration,
+    /// From the signal to the kill, by whoever runs this process; `None`: not known.
+    pub termination_grace: Option<Duration>,
     /// `Session::close_timeout`, which the window must leave room for.
     pub close_timeout: Duration,
 }
@@ -429,6 +431,19 @@ impl Admission {
     /// Rate a second and burst of one address; `None`: off.
     pub fn address_bucket(&self) -> Option<(u32, u32)> {
         (self.ip_rate > 0 && self.ip_burst > 0).then_some((self.ip_rate, self.ip_burst))
+    }
+}
+
+impl Drain {
+    /// From the last cut to the end of the process at most, 5s: cut sessions are waited for 1 s, the
+    /// fleet's last word 1 s, the last traces 2 s, the runtime's threads 1 s.
+    pub const EXIT: Duration = Duration::from_secs(5);
+
+    /// From the signal to the last cut: the deadline, or earlier where the process would be killed
+    /// before it has ended.
+    pub fn deadline_in_force(&self) -> Duration {
+        let killed = self.termination_grace.unwrap_or(Duration::MAX);
+        self.deadline.min(killed.saturating_sub(Self::EXIT))
     }
 }
 

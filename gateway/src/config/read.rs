@@ -90,10 +90,11 @@ impl<'a> Reader<'a> {
     }
 
     pub(super) fn duration(&mut self, name: &'static str) -> Duration {
-        self.value(name, |kind, text| {
-            let zero = if let Kind::Duration(zero) = kind { zero } else { Zero::Refused };
-            parse::duration(text).filter(|d| zero == Zero::Allowed || !d.is_zero())
-        })
+        self.value(name, duration_of)
+    }
+
+    pub(super) fn maybe_duration(&mut self, name: &'static str) -> Option<Duration> {
+        self.maybe(name, duration_of)
     }
 
     /// `None` stands for `auto`.
@@ -270,6 +271,11 @@ impl<'a> Reader<'a> {
             }
         }
     }
+}
+
+fn duration_of(kind: Kind, text: &str) -> Option<Duration> {
+    let zero = if let Kind::Duration(zero) = kind { zero } else { Zero::Refused };
+    parse::duration(text).filter(|d| zero == Zero::Allowed || !d.is_zero())
 }
 
 fn count_of<N: TryFrom<u64>>(kind: Kind, text: &str) -> Option<N> {

@@ -529,6 +529,12 @@ const LEAVING: &[Variable] = &[
         Value("120s"),
         "from the signal; what remains is cut. Keep the orchestrator's own grace time above it",
     ),
+    var(
+        "GATEWAY_TERMINATION_GRACE",
+        TIME,
+        Nothing("unknown"),
+        "how long the orchestrator waits between SIGTERM and SIGKILL (Kubernetes `terminationGracePeriodSeconds`, systemd `TimeoutStopSec`, ECS `stopTimeout`, `docker stop -t`); the drain's deadline is lowered to 5 s before it, with a warning",
+    ),
 ];
 
 const FLEET: &[Variable] = &[

@@ -456,6 +456,14 @@ fn contradictions_are_refused_just_beyond_the_bound_and_name_all_their_variables
             &[("GATEWAY_DRAIN_WINDOW", "112001ms"), ("GATEWAY_DRAIN_DEADLINE", "120s")],
         ),
         (&[("GATEWAY_DRAIN_DEADLINE", "8001ms")], &[("GATEWAY_DRAIN_DEADLINE", "8s"), ("GATEWAY_DRAIN_GRACE", "5s")]),
+        (
+            &[("GATEWAY_TERMINATION_GRACE", "13001ms")],
+            &[("GATEWAY_TERMINATION_GRACE", "13s"), ("GATEWAY_DRAIN_GRACE", "5s"), ("GATEWAY_CLOSE_TIMEOUT", "3s")],
+        ),
+        (
+            &[("GATEWAY_TERMINATION_GRACE", "10s"), ("GATEWAY_DRAIN_GRACE", "0s")],
+            &[("GATEWAY_TERMINATION_GRACE", "8s"), ("GATEWAY_DRAIN_GRACE", "0s")],
+        ),
         (&[("GATEWAY_OUTBOX_BYTES", "64KiB")], &[("GATEWAY_OUTBOX_BYTES", "65535"), ("GATEWAY_MAX_MESSAGE", "64KiB")]),
         (&[("GATEWAY_FLEET_TTL", "5001ms")], &[("GATEWAY_FLEET_TTL", "5s"), ("GATEWAY_FLEET_REPORT", "5s")]),
         (&[("GATEWAY_LIVE_STALE", "251ms")], &[("GATEWAY_LIVE_STALE", "250ms"), ("GATEWAY_READY_LAG", "250ms")]),
@@ -491,6 +499,35 @@ fn contradictions_are_refused_just_beyond_the_bound_and_name_all_their_variables
 }
 
 #[test]
+fn a_drain_that_would_be_killed_before_its_end_is_shortened_and_said_with_all_figures() {
+    for (set, in_force, said) in [
+        ("", 120_000, None),
+        ("126s", 120_000, None),
+        ("125s", 120_000, None),
+        ("124999ms", 119_999, Some("lowered to 119999ms; with 125s")),
+        ("30s", 25_000, Some("killed after 30s, the process would not live to the drain's deadline of 2m")),
+        ("13001ms", 8_001, Some("lowered to 8001ms; with 125s before the kill it would fit")),
+    ] {
+        let config = good(&[("GATEWAY_TERMINATION_GRACE", set)]);
+        assert_eq!(config.drain.deadline_in_force(), Duration::from_millis(in_force), "{set}");
+        let printed = config.settings().iter().find(|s| s.name == "GATEWAY_DRAIN_DEADLINE").unwrap();
+        assert_eq!(parse::duration(&printed.value), Some(config.drain.deadline_in_force()), "{set}");
+        let warnings: Vec<String> = config.warnings().iter().map(Relation::to_string).collect();
+        assert_eq!(warnings.len(), usize::from(said.is_some()), "{set}: {warnings:?}");
+        assert!(said.is_none_or(|said| warnings[0].contains(said)), "{set}: {warnings:?}");
+    }
+}
+
+#[test]
+fn a_window_that_is_shortened_with_the_deadline_is_said_too() {
+    let grace = ("GATEWAY_TERMINATION_GRACE", "30s");
+    for (window, said) in [("17s", "lowered to 25s; with"), ("17001ms", "lowered to 25s and the window to 17s; with")] {
+        let warnings = good(&[grace, ("GATEWAY_DRAIN_WINDOW", window)]).warnings();
+        assert!(warnings[0].why.contains(said), "{window}: {}", warnings[0]);
+    }
+}
+
+#[test]
 fn tls_needs_certificate_and_key() {
     let file = TempFile::with(b"pem");
     let (cert, key) = (("GATEWAY_TLS_CERT_FILE", file.path()), ("GATEWAY_TLS_KEY_FILE", file.path()));
@@ -511,6 +548,7 @@ fn doubtful_values_are_warned_about_by_name() {
         (("GATEWAY_REDIS_TIMEOUT", "999ms"), ("GATEWAY_REDIS_TIMEOUT", "1s")),
         (("GATEWAY_SHED_INTERVAL", "5s"), ("GATEWAY_SHED_INTERVAL", "4s")),
         (("GATEWAY_MAX_AGE_MIN", "59m"), ("GATEWAY_MAX_AGE_MIN", "60m")),
+        (("GATEWAY_TERMINATION_GRACE", "125s"), ("GATEWAY_TERMINATION_GRACE", "124999ms")),
         (("GATEWAY_ADMIN_KEY", "0123456789abcdef"), ("GATEWAY_ADMIN_KEY", "0123456789abcde")),
         (("GATEWAY_JWT_JWKS_URL", "https://a/k"), ("GATEWAY_JWT_JWKS_URL", "http://a/k")),
         (("GATEWAY_LISTEN", "127.0.0.1:1"), ("GATEWAY_REDIS_PASSWORD", "x")),
