@@ -1,8 +1,10 @@
 //! `/livez`, `/readyz`, `/startupz`, `/metrics`, on a thread and a runtime of their own: a probe is
 //! answered while the main runtime is blocked, and says so. Nothing here waits for the main
-//! runtime or for Redis; what it tells are atomics of `Vitals`. Who judges them is `vitals`.
+//! runtime or for Redis; what it tells are atomics of `Vitals`. Who judges them is `vitals`; whether
+//! a single worker stands still is looked at from here, by `workers`.
 
 use std::convert::Infallible;
+use std::fmt::Write as _;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -22,6 +24,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 mod vitals;
+mod workers;
 
 pub use vitals::{Link, ProbeConfig, Readiness, Reason, TICK, Vitals, WINDOW};
 
@@ -59,9 +62,11 @@ impl Probes {
             let _inside = runtime.enter();
             tokio::net::TcpListener::from_std(listener)?
         };
-        let thread = std::thread::Builder::new()
-            .name("probe".into())
-            .spawn(move || runtime.block_on(until.run_until_cancelled(accept(listener, vitals))).unwrap_or(()))?;
+        let thread = std::thread::Builder::new().name("probe".into()).spawn(move || {
+            let watch = vitals.watch_workers();
+            let both = async { tokio::join!(accept(listener, Arc::clone(&vitals)), watch) };
+            runtime.block_on(until.run_until_cancelled(both));
+        })?;
         Ok(Self { stop, thread: Some(thread) })
     }
 
@@ -136,10 +141,7 @@ fn answer<B>(request: &Request<B>, vitals: &Vitals) -> Response<Full<Bytes>> {
         return refusal;
     }
     match path {
-        "/livez" => {
-            let body = format!("tick_age_ms={}\n", vitals.tick_age().as_millis());
-            response(ok_if(vitals.is_live()), TEXT, body)
-        }
+        "/livez" => response(ok_if(vitals.is_live()), TEXT, livez(vitals)),
         "/startupz" => {
             let started = vitals.is_started();
             response(ok_if(started), TEXT, if started { "started\n" } else { "starting\n" })
@@ -151,6 +153,16 @@ fn answer<B>(request: &Request<B>, vitals: &Vitals) -> Response<Full<Bytes>> {
         }
         _ => response(StatusCode::OK, hub::telemetry::CONTENT_TYPE, vitals.metrics().encode()),
     }
+}
+
+/// The age of the heartbeat, and a line for each worker that stands still, by runtime and index.
+fn livez(vitals: &Vitals) -> String {
+    let mut body = format!("tick_age_ms={}\n", vitals.tick_age().as_millis());
+    for still in vitals.still_workers() {
+        let (pool, worker, ms) = (still.pool.word(), still.worker, still.time.as_millis());
+        writeln!(body, "{pool}_worker_{worker}_still_ms={ms}").expect("a string takes what it is given");
+    }
+    body
 }
 
 fn response(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Response<Full<Bytes>> {
@@ -227,28 +239,44 @@ mod tests {
         }
     }
 
+    fn runtime(workers: usize) -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_multi_thread().worker_threads(workers).enable_all().build().unwrap()
+    }
+
+    /// Blocks one more worker, and returns when it is blocked; dropping what this gives releases it.
+    fn block_one(runtime: &tokio::runtime::Runtime) -> mpsc::Sender<()> {
+        let (release, released) = mpsc::channel();
+        let (blocked, is_blocked) = mpsc::channel();
+        runtime.spawn(async move {
+            blocked.send(()).unwrap();
+            let _ = released.recv();
+        });
+        is_blocked.recv_timeout(PATIENCE).unwrap();
+        release
+    }
+
+    /// `tick_age_ms`, the first line of `/livez`.
+    fn age(body: &str) -> u64 {
+        body.lines().next().unwrap().strip_prefix("tick_age_ms=").unwrap().parse().unwrap()
+    }
+
+    /// Who stands still for how many ms by `/livez`, such as `main_worker_1`.
+    fn still(body: &str) -> Vec<(String, u64)> {
+        let line = |line: &str| {
+            let (who, ms) = line.split_once("_still_ms=").unwrap();
+            (who.to_owned(), ms.parse().unwrap())
+        };
+        body.lines().skip(1).map(line).collect()
+    }
+
     #[test]
     fn a_blocked_main_runtime_is_seen_and_its_return_too() {
         let node = node(CONFIG);
         node.vitals.set_phase(Phase::Serving);
-        let main = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let main = runtime(2);
         main.spawn(Arc::clone(&node.vitals).run_heartbeat());
 
-        let (blocked, are_blocked) = mpsc::channel();
-        let mut releases = Vec::new();
-        for _ in 0..2 {
-            let (release, released) = mpsc::channel::<()>();
-            let blocked = blocked.clone();
-            main.spawn(async move {
-                blocked.send(()).unwrap();
-                let _ = released.recv();
-            });
-            releases.push(release);
-        }
-        for _ in 0..2 {
-            are_blocked.recv_timeout(PATIENCE).unwrap();
-        }
-        let age = |body: &str| -> u64 { body.trim().strip_prefix("tick_age_ms=").unwrap().parse().unwrap() };
+        let releases = [block_one(&main), block_one(&main)];
         let first = age(&node.get("/livez").1);
         let (status, body) = node.until("/livez", |status, _| status != 200);
         assert_eq!(status, 503);
@@ -258,6 +286,32 @@ mod tests {
         drop(releases);
         node.until("/livez", |status, body| status == 200 && age(body) < 400);
         main.shutdown_background();
+    }
+
+    #[test]
+    fn one_blocked_worker_among_others_is_named_and_fails_liveness_while_the_heart_beats() {
+        for pool in ["main", "door"] {
+            let node = node(CONFIG);
+            let (main, door) = (runtime(2), runtime(2));
+            main.spawn(Arc::clone(&node.vitals).run_heartbeat());
+            door.spawn(Arc::clone(&node.vitals).run_door_heartbeat());
+            let stale = CONFIG.live_stale.as_millis() as u64;
+            let is_well = |status: u16, body: &str| status == 200 && age(body) < stale && still(body).is_empty();
+            node.until("/livez", is_well);
+
+            let release = block_one(if pool == "main" { &main } else { &door });
+            let beats = || node.vitals.tick_age().max(node.vitals.door_tick_age()) < CONFIG.live_stale;
+            let is_wedged = |body: &str| matches!(still(body)[..], [(_, ms)] if ms >= stale * 2);
+            let (status, body) = node.until("/livez", |_, body| beats() && is_wedged(body));
+            assert_eq!(status, 503);
+            let (who, _) = &still(&body)[0];
+            assert!([0, 1].map(|k| format!("{pool}_worker_{k}")).contains(who), "{body}");
+
+            drop(release);
+            node.until("/livez", is_well);
+            main.shutdown_background();
+            door.shutdown_background();
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! How well the node is: the heartbeat of the main runtime, and what it says about readiness.
 //! The heartbeat task alone judges and remembers; it publishes its findings as atomics, so that a
-//! probe reads them without waiting for anybody and reading changes nothing. Answering is `probes`.
+//! probe reads them without waiting for anybody and reading changes nothing. Answering is `probes`,
+//! and looking at single workers, which a heartbeat cannot, is `workers`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -9,7 +10,10 @@ use std::time::Duration;
 use hub::hub::Phase;
 use hub::telemetry::{Metrics, process};
 use serde::Serialize;
+use tokio::runtime::Handle;
 use tokio::time::Instant;
+
+use super::workers::{Pool, Still, Workers};
 
 /// Time between two heartbeats: a hundred samples a window make a 99th percentile. Measured: 20 ms
 /// cost 0.6 % of a core in timer wake-ups, and below some 25 ms the lag shown is the timer's own.
@@ -26,10 +30,18 @@ const SLOW_TICKS: u64 = 10;
 /// `at_capacity` ends so far below `ready_headroom`: 0.90 for the default 0.95.
 const HEADROOM_BACK: f64 = 0.05;
 
+/// A worker that stands still is told after `live_stale`, and ends liveness after so many times
+/// that, a minute at the default. Later than a silent heartbeat does, for the others do its work
+/// meanwhile and the price is every session: there is time to see it named and to look at its stack.
+/// And surer: a worker that is busy without a pause shows that it moves every 61 polls only, and
+/// sixty-one of a second each are beyond any load.
+const WEDGED: u32 = 2;
+
 /// What makes a node live and ready.
 #[derive(Clone, Copy, Debug)]
 pub struct ProbeConfig {
-    /// `GATEWAY_LIVE_STALE`: not live when the last heartbeat is as old as this.
+    /// `GATEWAY_LIVE_STALE`: not live when the last heartbeat is as old as this, or when a worker
+    /// has stood still for twice as long.
     pub live_stale: Duration,
     /// `GATEWAY_READY_HEADROOM`: this part of the capacity is full, in (0.05, 1].
     pub ready_headroom: f64,
@@ -118,6 +130,7 @@ pub struct Vitals {
     lag_p99_ms: AtomicU64,
     /// Since `take_worst_lag` was last called.
     worst_lag_ms: AtomicU64,
+    workers: Workers,
 }
 
 impl Vitals {
@@ -143,6 +156,7 @@ impl Vitals {
             saturated: AtomicU8::new(0),
             lag_p99_ms: AtomicU64::new(0),
             worst_lag_ms: AtomicU64::new(0),
+            workers: Workers::default(),
         })
     }
 
@@ -180,10 +194,23 @@ impl Vitals {
         self.base.elapsed().saturating_sub(Duration::from_millis(ms))
     }
 
-    /// Are the heartbeats younger than `live_stale`? Looks at nothing else: only what a restart
-    /// mends may cause one.
+    /// Are the heartbeats younger than `live_stale`, and has no worker stood still for twice that?
+    /// Looks at nothing else: only what a restart mends may cause one.
     pub fn is_live(&self) -> bool {
-        self.tick_age().max(self.door_tick_age()) < self.config.live_stale
+        let stale = self.config.live_stale;
+        let is_wedged = self.workers.still_for(stale.saturating_mul(WEDGED)).next().is_some();
+        self.tick_age().max(self.door_tick_age()) < stale && !is_wedged
+    }
+
+    /// The workers that have stood still for `live_stale` or longer.
+    pub(super) fn still_workers(&self) -> impl Iterator<Item = Still> + '_ {
+        self.workers.still_for(self.config.live_stale)
+    }
+
+    /// Watches the workers of the runtimes on which the heartbeats run; ends only by being dropped.
+    /// Run it on neither of them.
+    pub(super) async fn watch_workers(&self) {
+        self.workers.watch(self.config.live_stale).await;
     }
 
     /// Everything `/readyz` says.
@@ -219,12 +246,13 @@ impl Vitals {
         Duration::from_millis(self.worst_lag_ms.swap(0, Ordering::AcqRel))
     }
 
-    /// The heartbeat. Run it on the main runtime, for it is that runtime's pulse; ends only by
-    /// being dropped.
+    /// The heartbeat. Run it on the main runtime, for it is that runtime's pulse, and the workers it
+    /// finds itself among are watched from then on; ends only by being dropped.
     ///
     /// # Cancel safety
     /// Safe at any point; a later call begins with empty windows.
     pub async fn run_heartbeat(self: Arc<Self>) {
+        self.workers.enlist(Pool::Main, Handle::current().metrics());
         let started = Instant::now();
         let mut judge = Judge::new(self.config, self.capacity, started);
         let max_fds = process::max_fds();
@@ -252,11 +280,12 @@ impl Vitals {
     }
 
     /// The heartbeat of the runtime at the door, where newcomers have one of their own. Run it
-    /// there; ends only by being dropped.
+    /// there, as the other; ends only by being dropped.
     ///
     /// # Cancel safety
     /// Safe at any point; once it ran, its silence counts.
     pub async fn run_door_heartbeat(self: Arc<Self>) {
+        self.workers.enlist(Pool::Door, Handle::current().metrics());
         loop {
             let due = Instant::now() + TICK;
             self.door_tick_ms.store(millis(self.base.elapsed()), Ordering::Release);
@@ -279,7 +308,7 @@ impl Vitals {
     }
 }
 
-fn millis(time: Duration) -> u64 {
+pub(super) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
@@ -629,5 +658,28 @@ mod tests {
         let _ = tokio::time::timeout(TICK / 2, &mut door).await;
         assert!(vitals.is_live());
         assert!(vitals.take_worst_lag() >= CONFIG.live_stale - 2 * TICK);
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_stands_still_is_named_first_and_ends_liveness_at_twice_that() {
+        let vitals = Vitals::new(CONFIG, 100, Metrics::new("test"), || Link::Up);
+        for pool in [Pool::Main, Pool::Door] {
+            vitals.workers.enlist(pool, Handle::current().metrics());
+            for (ms, is_named, is_live) in [
+                (29_999, false, true),
+                (30_000, true, true),
+                (59_999, true, true),
+                (60_000, true, false),
+                (3_600_000, true, false),
+                (0, false, true),
+            ] {
+                let time = Duration::from_millis(ms);
+                let still = Still { pool, worker: 0, time };
+                vitals.workers.set(still);
+                let named: Vec<_> = vitals.still_workers().collect();
+                assert_eq!((named.contains(&still), named.len()), (is_named, usize::from(is_named)), "{ms}");
+                assert_eq!((vitals.is_live(), vitals.readiness().reasons.len()), (is_live, 1), "{ms}");
+            }
+        }
     }
 }
