@@ -2,9 +2,9 @@
 //! balancing, recycling and drains, with clients that obey, in simulated minutes to hours. Each test
 //! prints its figures.
 //!
-//! `scaling` more nodes, other capacities, other balancers · `deploys` old nodes for new ones ·
-//! `faults` what breaks · `recycling` hours in which nothing happens · `crowds` clients that do not
-//! go where they should.
+//! `scaling` more nodes, other capacities, other balancers · `shrinking` fewer nodes · `deploys` old
+//! nodes for new ones · `faults` what breaks · `blackout` everything breaks at once · `recycling`
+//! hours in which nothing happens · `crowds` clients that do not go where they should.
 
 use std::time::Duration;
 
@@ -12,11 +12,13 @@ use hub::close::CloseReason;
 use tidegate_testkit::fleet::{Balancing, Fleet, FleetConfig, peak};
 use tokio::time::Instant;
 
+mod blackout;
 mod crowds;
 mod deploys;
 mod faults;
 mod recycling;
 mod scaling;
+mod shrinking;
 
 /// Ages as they are drawn by default.
 const AGES: (Duration, Duration) = (s(20 * 60), s(60 * 60));
