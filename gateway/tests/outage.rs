@@ -1,12 +1,15 @@
 //! What an outage of Redis does to sessions that stay connected: nothing where the log kept what it
 //! acknowledged; a word to every session where it did not. The real binary and a real Redis that
 //! is killed, emptied, cut off and made deaf, under load. What a connection to Redis goes through
-//! before it stands is in `outage/dialling.rs`, a node that cannot keep up in `outage/overrun.rs`.
+//! before it stands is in `outage/dialling.rs`, a node that cannot keep up in `outage/overrun.rs`, what
+//! the balancer is told when one of several nodes or all of them lose Redis in `outage/shared.rs`.
 
 #[path = "outage/dialling.rs"]
 mod dialling;
 #[path = "outage/overrun.rs"]
 mod overrun;
+#[path = "outage/shared.rs"]
+mod shared;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
