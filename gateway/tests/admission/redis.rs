@@ -248,11 +248,31 @@ async fn what_is_no_text_is_refused_at_the_door_or_skipped_and_counted() {
         assert_eq!(reply(&mut wire).await, b'-', "{channel:?}");
     }
     // What it takes and what goes past it, a node must bear.
+    let mut n_bad = 0;
     for data in [&b"{"[..], b"", b"nul", &nested] {
         wire.send(&command(&[b"FCALL", b"tidegate_publish", b"1", b"tidegate:log", b"news", data])).await.unwrap();
-        reply(&mut wire).await;
+        n_bad += usize::from(reply(&mut wire).await == b'$');
     }
-    for payload in [&b""[..], b"\xff\xfe\x00\x80", b"{", b"null", b"{\"data\":", b"{\"event\":7}", b"9-9", &nested] {
+    let over_the_limit = [br#"{"data":"#, &large[..], b"}"].concat();
+    let past_it = [
+        &b""[..],
+        b"\xff\xfe\x00\x80",
+        b"{",
+        b"null",
+        b"{\"data\":",
+        b"{\"event\":7}",
+        b"9-9",
+        &nested,
+        &over_the_limit,
+        // JSON but for one byte, in every place where a text may stand.
+        b"{\"data\":\"\xed\xa0\x80\"}",
+        b"{\"event\":\"\xff\",\"data\":1}",
+        b"{\"data\":1,\"\xff\":2}",
+        b"- -\n\"\xed\xa0\x80\"",
+        b"- \xff\n1",
+    ];
+    n_bad += past_it.len();
+    for payload in past_it {
         wire.send(&command(&[b"PUBLISH", b"tidegate:live:news", payload])).await.unwrap();
         assert_eq!(reply(&mut wire).await, b':');
     }
@@ -265,7 +285,20 @@ async fn what_is_no_text_is_refused_at_the_door_or_skipped_and_counted() {
     let id = gateway.publish("news", &json!("still here")).await;
     assert_eq!(client.json().await["id"], json!(id));
     assert_eq!(stream.block().await.id, Some(id));
+    let until = Instant::now() + SOON;
+    while n_skipped(&gateway).await < n_bad as f64 {
+        assert!(Instant::now() < until, "{} of {n_bad} were counted", n_skipped(&gateway).await);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(n_skipped(&gateway).await, n_bad as f64, "each once");
     assert!(!gateway.stderr().contains("panicked"));
+}
+
+/// What the gateway has passed over so far, for whatever reason.
+async fn n_skipped(gateway: &GatewayProcess) -> f64 {
+    let text = testkit::http::get(gateway.probes(), "/metrics").await;
+    let lines = text.text().lines().filter(|line| line.starts_with("gateway_events_skipped_total{"));
+    lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
 }
 
 /// The first byte of a reply of one line or one bulk; the rest of it is taken, too.

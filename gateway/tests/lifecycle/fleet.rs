@@ -213,3 +213,40 @@ async fn drained_at_the_pace_of_real_nodes(
     let closing = log.lines().find(|line| line.contains("closing sessions")).expect("it is said");
     assert!(closing.contains("window_s=6.0"), "{closing}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_redis_that_was_demoted_moves_nobody_and_holds_nobody_up() {
+    let (redis, newer) = (RedisServer::plain(), RedisServer::plain());
+    let (mut a, b) =
+        tokio::join!(GatewayProcess::start(on(&redis.url(), "a")), GatewayProcess::start(on(&redis.url(), "b")));
+    let mut clients = [ws(&a, &claims("u")).await, ws(&b, &claims("v")).await];
+    for node in [&a, &b] {
+        until_fleet(node, "both", |fleet| names(fleet) == ["a", "b"]).await;
+    }
+    // Its replica takes its place and it becomes a replica itself: it answers, and refuses every write.
+    tokio::task::block_in_place(|| newer.replica_of(&redis));
+    newer.promote();
+    tokio::task::block_in_place(|| redis.replica_of(&newer));
+    for (node, name) in [(&a, "a"), (&b, "b")] {
+        until_fleet(node, "suspended", |fleet| is_suspended_for(fleet, "backplane")).await;
+        let alone = until_fleet(node, "alone", |fleet| names(fleet) == [name]).await;
+        assert_eq!((&alone["total"], &alone["shedding"]["shed_total"]), (&json!(1), &json!(0)), "{alone}");
+        assert_eq!(http::get(node.probes(), "/livez").await.status(), 200);
+    }
+    for client in &mut clients {
+        is_served(client).await;
+    }
+    // It is written to again, and what nodes say of themselves stands there again.
+    redis.promote();
+    for node in [&a, &b] {
+        until_fleet(node, "both again", |fleet| names(fleet) == ["a", "b"]).await;
+    }
+    tokio::task::block_in_place(|| redis.replica_of(&newer));
+    until_fleet(&a, "suspended", |fleet| is_suspended_for(fleet, "backplane")).await;
+    let signalled = Instant::now();
+    a.signal(Signal::Term);
+    let [of_a, _of_b] = clients;
+    assert_eq!(crate::ws_end(of_a).await.words(), ("drain", 1001, "after"));
+    assert!(a.wait(SOON).await.success(), "{}", a.stderr());
+    assert!(signalled.elapsed() < SOON, "{:?}", signalled.elapsed());
+}

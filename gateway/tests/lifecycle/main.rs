@@ -1,8 +1,10 @@
 //! How sessions and the process itself end, seen from outside: the real binary, real signals, raw
-//! clients. `signals` (what stops it, and when), `drain` (how everybody leaves), `recycle` (ages),
-//! `shed` (moves to a node with room), `fleet` (when nobody is to move), `balancers` (all that behind
-//! HAProxy and nginx), `endings` (every other reason with its words), `books` (what is counted is what
-//! is there), `probes` (what an orchestrator is told meanwhile).
+//! clients. `signals` (what stops it, and when), `drain` (how everybody leaves), `midway` (who and
+//! what is on its way then), `grace` (how long whoever runs it waits), `gone` (who left while it
+//! stood still), `recycle` (ages), `shed` (moves to a node with room), `fleet` (when nobody is to
+//! move), `balancers` (all that behind HAProxy and nginx), `returns` (everybody at once), `endings`
+//! (every other reason with its words), `books` (what is counted is what is there), `probes` (what an
+//! orchestrator is told meanwhile).
 //!
 //! A reason that no mechanism of this build gives (`overload`) has no test here; `replaced` is a
 //! fleet's, with admission.
@@ -12,8 +14,11 @@ mod books;
 mod drain;
 mod endings;
 mod fleet;
+mod grace;
+mod midway;
 mod probes;
 mod recycle;
+mod returns;
 mod shed;
 mod signals;
 

@@ -213,6 +213,8 @@ async fn waiting_events_are_shared_by_all_who_wait_for_them() {
         }
     }
     assert_eq!(gateway.metric("gateway_sessions_closed_total{reason=\"slow\"}").await.unwrap_or(0.0), 0.0);
+    // All of it is read: nothing of it waits for anybody any more.
+    gateway.until_metric("gateway_outbox_bytes", 0.0).await;
 }
 
 enum Listener {
