@@ -1,7 +1,8 @@
 //! Streams over in-memory pipes under a paused clock: what is due happens at its instant, and
-//! nothing else does. `heads` from a connection to its session · `flow` bytes both ways · `leaving`
-//! when and how sessions end.
+//! nothing else does. `heads` from a connection to its session · `cancelled` clients that go meanwhile ·
+//! `flow` bytes both ways · `leaving` when and how sessions end.
 
+mod cancelled;
 mod flow;
 mod heads;
 mod leaving;
