@@ -143,6 +143,10 @@ async fn two_full_nodes_fill_a_third_unless_the_fleet_is_held() {
     // And there it stays.
     sleep(Duration::from_secs(5)).await;
     assert!(is_even(n_open(&c).await), "{} on c", n_open(&c).await);
+    // They all came back to the emptiest, and that shows from behind.
+    for node in nodes {
+        node.until_metric("gateway_lb_policy_observed{policy=\"emptiest\"}", 1.0).await;
+    }
     let mut n_shed = 0.0;
     for donor in [&a, &b] {
         let n = donor.metric("gateway_shed_total").await.unwrap();
