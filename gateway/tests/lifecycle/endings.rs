@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use hub::clock::Clock;
 use serde_json::{Value, json};
-use testkit::gateway::{GatewayOptions, GatewayProcess, token};
+use testkit::gateway::{GatewayOptions, GatewayProcess, Signal, token};
 use testkit::http;
 use testkit::proxy::Proxy;
 use testkit::redis::RedisServer;
@@ -13,7 +13,9 @@ use testkit::ws::{Answer, Frame, Heard, WsClient, opcode};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::{bearer, claims, closed, first_event, n_open, options, sse, sse_end, until_open, ws, ws_end, ws_small};
+use crate::{
+    SOON, bearer, claims, closed, first_event, n_open, options, sse, sse_end, until_open, ws, ws_end, ws_small,
+};
 
 fn unix() -> u64 {
     Clock::system().unix().as_secs()
@@ -53,6 +55,37 @@ async fn nobody_stays_beyond_the_maximum_age_and_ages_are_spread() {
     assert!(ages[N - 1] - ages[0] > Duration::from_secs(1), "{ages:?}");
     gateway.until_metric(&closed("recycle"), N as f64).await;
     assert_eq!(n_open(&gateway).await, 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn planned_ends_have_the_close_codes_that_are_set_and_no_others_can_be() {
+    let set = |drain: &str, recycle: &str, shed: &str| {
+        options()
+            .env("GATEWAY_CLOSE_CODE_DRAIN", drain)
+            .env("GATEWAY_CLOSE_CODE_RECYCLE", recycle)
+            .env("GATEWAY_CLOSE_CODE_SHED", shed)
+    };
+    let aged = set("1012", "1013", "1001").env("GATEWAY_MAX_AGE_MIN", "1s").env("GATEWAY_MAX_AGE_MAX", "1500ms");
+    let mut gateway = GatewayProcess::start(aged.env("GATEWAY_DRAIN_GRACE", "0s")).await;
+    // Busy, it is there until the drain.
+    let mut busy = ws(&gateway, &claims("busy")).await;
+    busy.send_json(&json!({"type": "busy", "for_ms": 60_000})).await;
+    let (by_ws, by_sse) = (ws(&gateway, &claims("w")).await, sse(&gateway, &claims("s")).await);
+    let (by_ws, by_sse) = tokio::join!(ws_end(by_ws), sse_end(by_sse));
+    for end in [by_ws, by_sse] {
+        assert_eq!(end.words(), ("recycle", 1013, "after"));
+    }
+    gateway.signal(Signal::Term);
+    assert_eq!(ws_end(busy).await.words(), ("drain", 1012, "after"));
+    assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
+    // A client that is told to stay away, or that it was its own fault, does not come back.
+    for code in ["1000", "1008", "4403", "0"] {
+        for options in [set(code, "1012", "1012"), set("1001", code, "1012"), set("1001", "1012", code)] {
+            let refused = options.args(&["config", "--check"]).run(SOON).await;
+            assert_eq!(refused.status.code(), Some(64), "{code}: {}", refused.stderr);
+            assert!(refused.stderr.contains("GATEWAY_CLOSE_CODE_"), "{}", refused.stderr);
+        }
+    }
 }
 
 /// What the kernels between do not hold any more: events of nearly 64 KiB.
