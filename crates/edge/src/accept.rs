@@ -5,11 +5,16 @@
 //! hyper reads one head a connection (keep-alive is off on this listener: it serves streams). A
 //! stream is taken out of hyper before anything was answered, so no answer of hyper's can be half
 //! written, its buffers go, and our own head is the first thing on the bare socket.
+//!
+//! Who has left by the time its head is read is not answered (`caller`).
+
+mod caller;
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::future::Future;
 use std::io;
+use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -29,10 +34,12 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use self::caller::Caller;
 use crate::admit::{Answer, Gate};
 use crate::drive::Driver;
 use crate::origin::CorsHeaders;
 use crate::reject;
+use crate::socket::{Shared, Socket};
 
 /// Largest request head. 32 KiB: room for the largest cookies that browsers send and a token
 /// besides; beyond it 431.
@@ -40,6 +47,12 @@ const MAX_HEAD: usize = 32 * 1024;
 
 /// Most header lines; beyond it 431.
 const MAX_HEADERS: usize = 128;
+
+/// Who may wait in the kernel to be accepted. 4096: as many as Linux allows unless told otherwise
+/// (`net.core.somaxconn`). The usual 128 fill up in a moment's standstill; whoever comes then tries
+/// again after a second, and after three.
+#[cfg(target_os = "linux")]
+const BACKLOG: i32 = 4096;
 
 /// Settings of the listener.
 #[derive(Clone, Copy, Debug)]
@@ -57,6 +70,9 @@ pub trait Incoming: Send + 'static {
     /// One client's byte stream.
     type Socket: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
+    /// That of a client who was admitted.
+    type Admitted: Socket;
+
     /// The next client.
     ///
     /// # Errors
@@ -66,14 +82,18 @@ pub trait Incoming: Send + 'static {
     /// No client is lost.
     fn accept(&mut self) -> impl Future<Output = io::Result<(Self::Socket, SocketAddr)>> + Send;
 
+    /// Is this client gone, or has it ended its side, with nothing unread? Asked once a request,
+    /// before it is answered; waits for nothing. `false` where reading alone tells.
+    fn has_left(socket: &Self::Socket) -> bool {
+        let _ = socket;
+        false
+    }
+
     /// Moves a client's stream to another runtime, `to`, whose threads then wait for it.
     ///
     /// # Errors
     /// The system's: the client is lost.
-    fn moved(socket: Self::Socket, to: &Handle) -> io::Result<Self::Socket> {
-        let _ = to;
-        Ok(socket)
-    }
+    fn moved(socket: Self::Socket, to: &Handle) -> io::Result<Self::Admitted>;
 }
 
 /// A listening TCP socket with the options that streams need.
@@ -92,12 +112,16 @@ impl Tcp {
     /// The system's.
     pub fn new(listener: std::net::TcpListener, user_timeout: Duration) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
+        // It listens already: this only lengthens the line.
+        #[cfg(target_os = "linux")]
+        socket2::SockRef::from(&listener).listen(BACKLOG)?;
         Ok(Self { listener: TcpListener::from_std(listener)?, user_timeout })
     }
 }
 
 impl Incoming for Tcp {
     type Socket = TcpStream;
+    type Admitted = Shared;
 
     async fn accept(&mut self) -> io::Result<(TcpStream, SocketAddr)> {
         let (socket, peer) = self.listener.accept().await?;
@@ -108,10 +132,18 @@ impl Incoming for Tcp {
         Ok((socket, peer))
     }
 
-    fn moved(socket: TcpStream, to: &Handle) -> io::Result<TcpStream> {
+    fn has_left(socket: &TcpStream) -> bool {
+        use io::ErrorKind::{Interrupted, WouldBlock};
+        match socket2::SockRef::from(socket).peek(&mut [MaybeUninit::uninit()]) {
+            Ok(n) => n == 0,
+            Err(error) => !matches!(error.kind(), WouldBlock | Interrupted),
+        }
+    }
+
+    fn moved(socket: TcpStream, to: &Handle) -> io::Result<Shared> {
         let socket = socket.into_std()?;
         let _there = to.enter();
-        TcpStream::from_std(socket)
+        TcpStream::from_std(socket).map(Shared::new)
     }
 }
 
@@ -240,7 +272,7 @@ async fn connection<I: Incoming>(
     });
     let mut http = http1::Builder::new();
     http.keep_alive(false).header_read_timeout(None).max_buf_size(MAX_HEAD).max_headers(MAX_HEADERS);
-    let mut conn = http.serve_connection(TokioIo::new(socket), service);
+    let mut conn = http.serve_connection(TokioIo::new(Caller::<I>::new(socket)), service);
     let late = sleep_until(Instant::now() + config.head_timeout);
     tokio::pin!(late);
     let bare = tokio::select! {
@@ -264,7 +296,7 @@ async fn connection<I: Incoming>(
         }
     };
     let parts = conn.into_parts();
-    let (socket, early) = (parts.io.into_inner(), parts.read_buf);
+    let (socket, early) = (parts.io.into_inner().into_socket(), parts.read_buf);
     match bare {
         Answer::Stream(opened) => {
             // A fresh small task: this one has hyper's size.

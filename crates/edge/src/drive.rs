@@ -1,6 +1,7 @@
 //! The loop of every open stream, WebSocket and SSE alike: one small future a session owns the
 //! bare socket, feeds what it reads to the session and writes what waits in the outbox, all of it
-//! in one vectored write. Decides nothing about the session: `hub` does; only how a socket is
+//! in one vectored write. Live events that nothing waits before do not come by here: the hub writes
+//! them itself, by the outlet that it is lent. Decides nothing about the session: `hub` does; only how a socket is
 //! ended properly stands here.
 //!
 //! Nothing is read before there is something to read, into a scratch buffer of the thread; nothing
@@ -20,9 +21,10 @@ use hub::hub::Open;
 use hub::outbox::{Batch, Item, MAX_SLICES};
 use hub::plugin;
 use hub::session::Attention;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::ReadBuf;
 
 use crate::frame::{Assembler, Inbound, Limits, pong_frame};
+use crate::socket::Socket;
 
 /// Bytes of one read. 16 KiB: a page of small messages, shared by all sessions of a thread.
 const SCRATCH: usize = 16 * 1024;
@@ -56,12 +58,16 @@ enum Stage {
     Lingering,
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
+impl<S: Socket> Driver<S> {
     /// `head` is the response head; `early` what the client sent behind its request's head;
     /// `handshake` is dropped once the head is written.
     pub fn new(socket: S, open: Open, head: Bytes, early: &[u8], handshake: impl Send + Sync + 'static) -> Self {
+        let batch = open.begin(head);
+        if let Some(outlet) = socket.outlet() {
+            open.lend(outlet);
+        }
         Self {
-            batch: open.begin(head),
+            batch,
             socket,
             open,
             assembler: Assembler::new(),
@@ -165,7 +171,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> Future for Driver<S> {
+impl<S: Socket> Future for Driver<S> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {

@@ -18,3 +18,4 @@ pub mod jwks;
 pub mod origin;
 pub mod probes;
 pub mod reject;
+pub mod socket;

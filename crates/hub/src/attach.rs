@@ -109,7 +109,7 @@ impl Opening {
         }
         self.gaps(hub, &mut state, wire, read);
         for event in &read.events {
-            state.push_event(Encoded::new(event.clone()), wire);
+            state.push_event(Encoded::new(event.clone()), wire, Instant::now());
         }
         self.replayed += read.events.len();
         if read.more {
@@ -178,7 +178,7 @@ fn go_live(state: &mut State, wire: Wire, resume: Resume) {
     if let Some(held) = state.held.take() {
         for event in held.events {
             if event.event.id.is_none_or(|id| id > position) {
-                state.push_event(event, wire);
+                state.push_event(event, wire, Instant::now());
             }
         }
     }
@@ -350,7 +350,7 @@ fn finish(
         state.push_own(ok.on(wire), wire);
     }
     for event in late {
-        state.push_event(event, wire);
+        state.push_event(event, wire, Instant::now());
     }
     drop(state);
     session.wake();

@@ -16,17 +16,15 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::backplane::{Facts, From, FromLink, GapReason, Read, ReadAsk};
 use crate::channel::Channel;
-use crate::close::CloseReason;
 use crate::cursor::EventId;
-use crate::event::{Encoded, Event};
+use crate::event::{Event, Run};
 use crate::fanout::Listener;
 use crate::hub::Hub;
 use crate::message::{self, Resume};
-use crate::session::{Held, Offered, Stage};
+use crate::session::{Held, Route, Stage};
 
-/// Events offered between two yields: a big fan-out lets probes, accepts and other tasks of its
-/// worker in.
-const CHUNK: usize = 256;
+mod spread;
+
 /// Events of one channel that are offered together: what waits already leaves in one write.
 const MAX_RUN: usize = 32;
 /// Channels of one read of a repair: keeps one call of the log's Function short.
@@ -54,6 +52,7 @@ pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
             // Cancel-safe: what is ahead is taken only where it is also given.
             said = said_next(&mut ahead, &mut link) => match said {
                 Some(FromLink::Event(first)) => {
+                    dispatcher.route = spread::route(&hub, link.len());
                     let run;
                     (run, ahead) = dispatcher.run_of(first, &mut link);
                     dispatcher.events(run).await;
@@ -84,6 +83,7 @@ async fn pending_or(repair: &mut Option<BoxFuture<'static, Repair>>) -> Repair {
 struct Dispatcher {
     hub: Arc<Hub>,
     scratch: Vec<Listener>,
+    route: Route,
     /// Logged events of the new link that wait for the repair's end.
     hold: Vec<Event>,
     redo: bool,
@@ -104,7 +104,7 @@ enum Repair {
 
 impl Dispatcher {
     fn new(hub: Arc<Hub>) -> Self {
-        Self { hub, scratch: Vec::new(), hold: Vec::new(), redo: false, repair: None, breath: 0 }
+        Self { hub, scratch: Vec::new(), route: Route::AtOnce, hold: Vec::new(), redo: false, repair: None, breath: 0 }
     }
 
     /// The event and those of the same channel that wait right behind it; then what ended the run.
@@ -143,12 +143,8 @@ impl Dispatcher {
     /// Events of one channel, oldest first: those that count are offered together.
     async fn events(&mut self, run: Vec<Event>) {
         let mut position = self.hub.place.position();
-        let mut fresh = Vec::with_capacity(run.len());
-        for event in run {
-            let Some(id) = event.id else {
-                fresh.push(event);
-                continue;
-            };
+        let is_fresh = |event: Event| {
+            let Some(id) = event.id else { return Some(event) };
             let link = self.hub.place.state();
             if !link.is_live {
                 self.hold(event);
@@ -156,9 +152,11 @@ impl Dispatcher {
                 self.hub.relink(link);
             } else if id > position {
                 position = id;
-                fresh.push(event);
+                return Some(event);
             }
-        }
+            None
+        };
+        let fresh: Vec<Event> = run.into_iter().filter_map(is_fresh).collect();
         if !fresh.is_empty() {
             self.dispatch(fresh).await;
             self.hub.place.advance(position);
@@ -179,28 +177,14 @@ impl Dispatcher {
 
     /// Offers events of one channel, oldest first, to everybody who hears it.
     async fn dispatch(&mut self, events: Vec<Event>) {
-        let channel = events[0].channel.clone();
-        let cap = self.hub.config.session.outbox_bytes;
         self.breath += events.iter().map(|event| event.data.len() + 128).sum::<usize>();
-        let events: Vec<Arc<Encoded>> = events.into_iter().map(Encoded::new).collect();
-        if self.breath > cap / 8 {
+        if self.breath > self.hub.config.session.outbox_bytes / 8 {
             // Who is to write what was offered may wait for this very thread: without a turn of
             // theirs a burst fills every outbox, however fast its client reads.
             self.breath = 0;
             tokio::task::yield_now().await;
         }
-        let (mut from, n_listeners) = (Some(0), (CHUNK / events.len()).max(1));
-        while let Some(slot) = from {
-            from = self.hub.channels.listeners(&channel, slot, n_listeners, &mut self.scratch);
-            for Listener { session, sub } in self.scratch.drain(..) {
-                if session.offer(&events, sub, cap) == Offered::Overflowed {
-                    self.hub.end(&session, CloseReason::Slow);
-                }
-            }
-            if from.is_some() {
-                tokio::task::yield_now().await;
-            }
-        }
+        spread::spread(&self.hub, Run::new(events), self.route, &mut self.scratch).await;
     }
 
     fn beacon(&mut self, position: EventId) {

@@ -1,8 +1,9 @@
-//! An event, and its one encoding per wire, shared by every outbox.
+//! An event, and its one encoding per wire, shared by every outbox; and several that leave together.
 
+use std::io::Write;
 use std::sync::{Arc, OnceLock};
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 use crate::channel::{Channel, EventName};
 use crate::cursor::EventId;
@@ -75,10 +76,57 @@ impl Encoded {
     /// The whole frame (WS) or chunk (SSE), ready for the socket.
     pub fn on(&self, wire: Wire) -> &Bytes {
         match wire {
-            Wire::Ws => self.ws.get_or_init(|| text_frame(&event_json(&self.event, Replay::No))),
+            Wire::Ws => self
+                .ws
+                .get_or_init(|| framed(0x1, room_for(&self.event), |out| put_event(out, &self.event, Replay::No))),
             Wire::Sse => self.sse.get_or_init(|| {
                 let id = self.event.id.map(|id| id.to_string());
                 sse_chunk(None, id.as_deref(), None, &event_json(&self.event, Replay::No))
+            }),
+        }
+    }
+}
+
+/// Events of one channel that leave together, oldest first; there is one at least.
+pub(crate) struct Run {
+    events: Vec<Arc<Encoded>>,
+    /// Several in one piece, a wire each: one slice costs the kernel less than many.
+    joined: [OnceLock<Bytes>; 2],
+}
+
+impl Run {
+    /// # Panics
+    /// Without an event.
+    pub fn new(events: Vec<Event>) -> Self {
+        assert!(!events.is_empty(), "a run has an event");
+        Self { events: events.into_iter().map(Encoded::new).collect(), joined: Default::default() }
+    }
+
+    pub fn channel(&self) -> &Channel {
+        &self.events[0].event.channel
+    }
+
+    pub fn events(&self) -> &[Arc<Encoded>] {
+        &self.events
+    }
+
+    /// Of the oldest event that has one.
+    pub fn first_id(&self) -> Option<EventId> {
+        self.events.iter().find_map(|event| event.event.id)
+    }
+
+    /// Of the newest event that has one.
+    pub fn last_id(&self) -> Option<EventId> {
+        self.events.iter().rev().find_map(|event| event.event.id)
+    }
+
+    /// The bytes of all.
+    pub fn on(&self, wire: Wire) -> &Bytes {
+        match &self.events[..] {
+            [only] => only.on(wire),
+            many => self.joined[wire as usize].get_or_init(|| {
+                let pieces: Vec<&[u8]> = many.iter().map(|event| &event.on(wire)[..]).collect();
+                pieces.concat().into()
             }),
         }
     }
@@ -95,13 +143,26 @@ pub enum Replay {
 
 /// The `event` object of the contract.
 pub fn event_json(event: &Event, replay: Replay) -> Vec<u8> {
-    let mut out = Vec::with_capacity(event.data.len() + event.channel.as_str().len() + 96);
+    let mut out = Vec::with_capacity(room_for(event));
+    put_event(&mut out, event, replay);
+    out
+}
+
+/// Bytes that its object has at most.
+fn room_for(event: &Event) -> usize {
+    event.data.len()
+        + event.channel.as_str().len()
+        + 96
+        + event.name.as_ref().map_or(0, |name| name.as_str().len() + 12)
+}
+
+fn put_event(out: &mut Vec<u8>, event: &Event, replay: Replay) {
     out.extend_from_slice(b"{\"type\":\"event\",\"channel\":\"");
     // Neither alphabet holds a character that JSON escapes.
     out.extend_from_slice(event.channel.as_str().as_bytes());
     out.push(b'"');
     if let Some(id) = event.id {
-        out.extend_from_slice(format!(",\"id\":\"{id}\"").as_bytes());
+        write!(out, ",\"id\":\"{id}\"").expect("memory takes all");
     }
     if let Some(name) = &event.name {
         out.extend_from_slice(b",\"event\":\"");
@@ -122,7 +183,6 @@ pub fn event_json(event: &Event, replay: Replay) -> Vec<u8> {
         }
     }
     out.push(b'}');
-    out
 }
 
 /// An unmasked, final text frame (RFC 6455 5.2), shortest length form.
@@ -132,21 +192,38 @@ pub fn text_frame(payload: &[u8]) -> Bytes {
 
 /// An unmasked, final frame with this opcode.
 pub fn frame(opcode: u8, payload: &[u8]) -> Bytes {
-    let mut out = BytesMut::with_capacity(payload.len() + 10);
-    out.put_u8(0x80 | opcode);
-    match payload.len() {
-        n @ 0..=125 => out.put_u8(n as u8),
+    framed(opcode, payload.len(), |out| out.extend_from_slice(payload))
+}
+
+/// A frame whose payload is written in place, behind a header that is known only then. `room` is a
+/// guess at the payload's bytes.
+fn framed(opcode: u8, room: usize, payload: impl FnOnce(&mut Vec<u8>)) -> Bytes {
+    const MAX_HEADER: usize = 10;
+    let mut out = Vec::with_capacity(MAX_HEADER + room);
+    out.resize(MAX_HEADER, 0);
+    payload(&mut out);
+    let mut header = [0x80 | opcode, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    let n_header = match out.len() - MAX_HEADER {
+        n @ 0..=125 => {
+            header[1] = n as u8;
+            2
+        }
         n @ 126..=65_535 => {
-            out.put_u8(126);
-            out.put_u16(n as u16);
+            header[1] = 126;
+            header[2..4].copy_from_slice(&(n as u16).to_be_bytes());
+            4
         }
         n => {
-            out.put_u8(127);
-            out.put_u64(n as u64);
+            header[1] = 127;
+            header[2..].copy_from_slice(&(n as u64).to_be_bytes());
+            MAX_HEADER
         }
-    }
-    out.put_slice(payload);
-    out.freeze()
+    };
+    let start = MAX_HEADER - n_header;
+    out[start..MAX_HEADER].copy_from_slice(&header[..n_header]);
+    let mut bytes = Bytes::from(out);
+    bytes.advance(start);
+    bytes
 }
 
 /// One SSE block inside one HTTP/1.1 chunk. `data` holds no line end.

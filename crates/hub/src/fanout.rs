@@ -1,7 +1,7 @@
 //! Who hears what: channels and their listeners on this node, and the node's place in the log.
 //! Decides nothing about one session; `dispatch` moves events through here, `attach` waits here.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, hash_map};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -53,22 +53,23 @@ impl Channels {
         self.shards[i].lock().expect("no panic while a shard is held")
     }
 
-    /// Adds a listener; returns its slot. From here on every event of the channel is offered to it.
+    /// Adds a listener; returns its slot, and the channel as it stands here: who keeps that one shares
+    /// its text. From here on every event of the channel is offered to the listener.
     ///
     /// `want` and `unwant` are called under the shard's lock, the one place where a second lock is
     /// taken: in any other order a channel could end up unwanted with a listener on it, for ever deaf.
-    pub fn listen(&self, channel: &Channel, listener: Listener) -> usize {
+    pub fn listen(&self, channel: &Channel, listener: Listener) -> (usize, Channel) {
         let mut shard = self.shard(channel);
-        if let Some(entry) = shard.get_mut(channel) {
-            entry.idle_since = None;
-            return entry.listeners.insert(listener);
+        if let hash_map::Entry::Occupied(mut known) = shard.entry(channel.clone()) {
+            known.get_mut().idle_since = None;
+            return (known.get_mut().listeners.insert(listener), known.key().clone());
         }
         let mut listeners = Slab::with_capacity(1);
         let slot = listeners.insert(listener);
         let entry = Entry { listeners, is_confirmed: false, waiters: Vec::new(), idle_since: None };
         shard.insert(channel.clone(), entry);
         self.backplane.want(channel);
-        slot
+        (slot, channel.clone())
     }
 
     /// Removes a listener.

@@ -138,7 +138,7 @@ pub struct Hub {
     pub(crate) reads: Semaphore,
     pub(crate) log_position: attach::Position,
     /// Where sessions are driven and their tasks run.
-    runtime: Handle,
+    pub(crate) runtime: Handle,
     pub(crate) tasks: TaskTracker,
     pub(crate) stop: CancellationToken,
     sessions: [Mutex<HashMap<Arc<str>, Arc<Session>>>; N_SHARDS],
@@ -475,10 +475,10 @@ impl Hub {
             }
             sub
         };
-        let slot = self.channels.listen(channel, Listener { session: session.clone(), sub });
+        let (slot, shared) = self.channels.listen(channel, Listener { session: session.clone(), sub });
         let mut state = session.lock();
         match state.subs.get_mut(sub).and_then(Option::as_mut).filter(|s| s.channel == *channel) {
-            Some(sub) => sub.slot = slot,
+            Some(sub) => (sub.slot, sub.channel) = (slot, shared),
             // The session ended in between.
             None => {
                 drop(state);
@@ -627,6 +627,11 @@ impl Hub {
         self.fleet.look(now, self.counts());
         let is_second = self.shed.is_under_way() || self.fleet.is_peer_leaving();
         self.recycle.set_way(if is_second { Way::Yields } else { Way::Open });
+    }
+
+    /// How long ago the event of this id was published, by the log's clock and ours.
+    pub(crate) fn age_of(&self, id: EventId) -> Duration {
+        self.clock.unix().saturating_sub(Duration::from_millis(id.ms))
     }
 
     /// Sums what waits in all outboxes into the gauge.

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -11,7 +10,7 @@ use crate::close::CloseReason;
 use crate::cursor::EventId;
 use crate::hub::Hub;
 use crate::inbound;
-use crate::outbox::Batch;
+use crate::outbox::{Batch, Outlet};
 use crate::plugin::Inbound;
 use crate::session::{Attention, Session};
 
@@ -33,6 +32,12 @@ impl Open {
         self.session.lock().outbox.take_behind(head)
     }
 
+    /// Lends the socket to whoever offers events, once `begin` was called: see `Outlet`. It is given
+    /// back with the session's end.
+    pub fn lend(&self, outlet: Arc<dyn Outlet>) {
+        self.session.lend(outlet);
+    }
+
     /// See `Session::attend`.
     pub fn attend(&self, waker: &Waker, batch: &mut Batch) -> Attention {
         self.session.attend(waker, batch)
@@ -45,15 +50,11 @@ impl Open {
         }
     }
 
-    /// Events whose last byte went to the kernel; `ids` of logged ones measure the delivery.
+    /// Events whose last byte went to the kernel; the id of the newest measures the delivery.
     pub fn delivered(&self, n: u64, newest: Option<EventId>) {
         self.hub.metrics.delivered(self.session.info.wire, n);
-        if let Some(id) = newest {
-            let age = self.hub.clock.unix().saturating_sub(Duration::from_millis(id.ms));
-            // What is older than the session was replayed: nobody was late with it.
-            if age <= self.session.info.opened_at.elapsed() {
-                self.hub.metrics.delivery_seconds(age.as_secs_f64());
-            }
+        if let Some(age) = newest.map(|id| self.hub.age_of(id)).filter(|age| self.session.was_open_for(*age)) {
+            self.hub.metrics.delivery_seconds(age.as_secs_f64());
         }
     }
 

@@ -17,6 +17,14 @@ use crate::event::{Encoded, Wire};
 /// (measured on loopback), so beyond this nothing is gained, and Linux takes up to 1,024.
 pub const MAX_SLICES: usize = 64;
 
+/// The way to a session's socket for whoever offers an event: what nothing waits before is handed to
+/// the kernel on the spot, and no task is woken for it.
+pub trait Outlet: Send + Sync {
+    /// Hands over as many of the bytes as the kernel takes at once, and returns how many. Never waits.
+    /// 0 as well where the socket has failed: its driver finds that out.
+    fn write_now(&self, bytes: &[u8]) -> usize;
+}
+
 /// One thing that waits.
 #[derive(Clone, Debug)]
 pub enum Item {
@@ -76,9 +84,13 @@ impl Queue {
 
 /// The bounded queue of one session; guarded by the session's lock.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub struct Outbox {
-    queue: Queue,
+    /// First: the one word that a delivery looks at where nothing waits.
     bytes: usize,
+    /// Bytes of the first item that the kernel has already.
+    begun: usize,
+    queue: Queue,
 }
 
 impl Outbox {
@@ -98,9 +110,17 @@ impl Outbox {
         self.queue.push(item);
     }
 
+    /// Appends what the kernel has `begun` bytes of, to an outbox without a byte.
+    pub fn push_begun(&mut self, item: Item, wire: Wire, begun: usize) {
+        debug_assert!(self.bytes == 0, "something would be overtaken");
+        self.push(item, wire);
+        self.begun = begun;
+        self.written(begun);
+    }
+
     /// Everything queued, to be written. Its bytes stay counted until `written`.
     pub fn take(&mut self) -> Batch {
-        Batch { queue: std::mem::take(&mut self.queue), offset: 0 }
+        Batch { queue: std::mem::take(&mut self.queue), offset: std::mem::take(&mut self.begun) }
     }
 
     /// Everything queued, behind `head`, in one batch: a response head and the first words leave
@@ -119,10 +139,11 @@ impl Outbox {
         self.bytes = self.bytes.saturating_sub(n);
     }
 
-    /// Throws away what is queued; returns how many bytes.
+    /// Throws away what is queued and not begun; returns how many bytes.
     pub fn discard(&mut self, wire: Wire) -> usize {
-        let queue = std::mem::take(&mut self.queue);
-        let n = queue.iter().map(|item| item.on(wire).len()).sum();
+        let mut batch = self.take();
+        let n = batch.discard_unbegun(wire);
+        (self.queue, self.begun) = (batch.queue, batch.offset);
         self.written(n);
         n
     }
@@ -232,6 +253,20 @@ mod tests {
         outbox.push(own("!"), Wire::Ws);
         let batch = outbox.take_behind(Bytes::from_static(b"head "));
         assert_eq!((rest(&batch).as_str(), outbox.bytes()), ("head hello!", 11));
+    }
+
+    #[test]
+    fn what_the_kernel_has_begun_already_goes_on_where_it_stopped_and_is_never_thrown_away() {
+        let mut outbox = Outbox::default();
+        outbox.push_begun(own("one"), Wire::Ws, 1);
+        outbox.push(own("two"), Wire::Ws);
+        assert_eq!((outbox.bytes(), outbox.discard(Wire::Ws), outbox.bytes()), (5, 3, 2));
+        outbox.push(own("bye"), Wire::Ws);
+        let mut batch = outbox.take();
+        assert_eq!((rest(&batch).as_str(), outbox.bytes()), ("nebye", 5));
+        batch.advance(Wire::Ws, 5, |_| {});
+        outbox.written(5);
+        assert_eq!((batch.is_empty(), outbox.bytes()), (true, 0));
     }
 
     #[test]

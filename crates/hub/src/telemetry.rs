@@ -321,6 +321,11 @@ impl Metrics {
         self.delivery.observe(seconds);
     }
 
+    /// As `delivery_seconds`, for `n` writes at once.
+    pub fn deliveries_seconds(&self, seconds: f64, n: usize) {
+        (0..n).for_each(|_| self.delivery.observe(seconds));
+    }
+
     /// Seconds that an admission took from its head to the decision.
     pub fn auth_seconds(&self, seconds: f64) {
         self.auth.observe(seconds);

@@ -36,6 +36,8 @@ const CHUNK: usize = 500;
 /// Messages that wait between redis-rs and us, in number and bytes.
 const MAX_QUEUED: usize = 8_192;
 const MAX_QUEUED_BYTES: usize = 32 << 20;
+/// Messages taken in one turn; then everything else of the link has its own.
+const PUSHES_A_TURN: usize = 64;
 /// How often a beacon and a PING go out.
 const PULSE: Duration = Duration::from_secs(1);
 /// A PING, a SUBSCRIBE or a beacon that is not answered for so long ends the link.
@@ -273,7 +275,7 @@ impl<'a> Link<'a> {
         self.look_at_wants().await?;
         self.send_what_is_due();
         tokio::select! {
-            push = self.pushes.rx.recv() => self.take(push.ok_or(Loss::Closed)?).await,
+            push = self.pushes.rx.recv() => self.take_some(push.ok_or(Loss::Closed)?).await,
             done = stored(&mut self.command) => { self.command = None; done.map_err(Loss::Refused) }
             done = stored(&mut self.ping) => { self.ping = None; done.map_err(Loss::Refused) }
             done = stored(&mut self.beacon) => self.beacon_answered(done),
@@ -365,6 +367,16 @@ impl<'a> Link<'a> {
         Some(Box::pin(async move { connection.unsubscribe(names).await.map_err(|e| Fault::of(&e).text()) }))
     }
 
+    /// The push, and a few that wait behind it: what else there is to look at is looked at once for all.
+    async fn take_some(&mut self, first: PushInfo) -> Result<(), Loss> {
+        self.take(first).await?;
+        for _ in 1..PUSHES_A_TURN {
+            let Ok(next) = self.pushes.rx.try_recv() else { break };
+            self.take(next).await?;
+        }
+        Ok(())
+    }
+
     async fn take(&mut self, push: PushInfo) -> Result<(), Loss> {
         self.pushes.bytes.fetch_sub(size(&push), Ordering::Relaxed);
         let mut data = push.data.into_iter();
@@ -381,12 +393,15 @@ impl<'a> Link<'a> {
 
     async fn joined(&mut self, name: String) -> Result<(), Loss> {
         self.owed.remove(&name);
-        let Some(channel) = self.s.keys.channel_of(&name).and_then(|c| Channel::new(c).ok()) else { return Ok(()) };
-        self.standing.insert(channel.clone());
-        if self.s.wants.is_wanted(&channel) {
+        let Some(channel) = self.s.keys.channel_of(&name) else { return Ok(()) };
+        if let Some(channel) = self.s.wants.wanted(channel) {
+            self.standing.insert(channel.clone());
             return self.s.emit(FromLink::Confirmed(channel)).await;
         }
-        self.leaves.push_back(channel);
+        if let Ok(channel) = Channel::new(channel) {
+            self.standing.insert(channel.clone());
+            self.leaves.push_back(channel);
+        }
         Ok(())
     }
 

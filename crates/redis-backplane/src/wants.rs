@@ -63,6 +63,11 @@ impl Wants {
         self.channels.lock().expect("nothing panics while it is held").wanted.contains(channel)
     }
 
+    /// The channel of this name as the hub keeps it, if it wants it: one text for all.
+    pub(crate) fn wanted(&self, name: &str) -> Option<Channel> {
+        self.channels.lock().expect("nothing panics while it is held").wanted.get(name).cloned()
+    }
+
     /// For a new link: everything wanted, nothing else to look at.
     pub(crate) fn all(&self) -> Vec<Channel> {
         let mut channels = self.channels.lock().expect("nothing panics while it is held");

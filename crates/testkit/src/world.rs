@@ -150,12 +150,17 @@ struct Pipes(mpsc::UnboundedReceiver<(DuplexStream, SocketAddr)>);
 
 impl Incoming for Pipes {
     type Socket = DuplexStream;
+    type Admitted = DuplexStream;
 
     async fn accept(&mut self) -> io::Result<(DuplexStream, SocketAddr)> {
         match self.0.recv().await {
             Some(client) => Ok(client),
             None => std::future::pending().await,
         }
+    }
+
+    fn moved(socket: DuplexStream, _to: &Handle) -> io::Result<DuplexStream> {
+        Ok(socket)
     }
 }
 

@@ -34,6 +34,7 @@ use tidegate_edge::credential::{CredentialConfig, QueryToken};
 use tidegate_edge::origin::OriginPolicy;
 use tidegate_edge::reject::RefuseModes;
 use tokio::io::DuplexStream;
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -91,12 +92,17 @@ struct Pipes(mpsc::UnboundedReceiver<(DuplexStream, SocketAddr)>);
 
 impl Incoming for Pipes {
     type Socket = DuplexStream;
+    type Admitted = DuplexStream;
 
     async fn accept(&mut self) -> io::Result<(DuplexStream, SocketAddr)> {
         match self.0.recv().await {
             Some(client) => Ok(client),
             None => std::future::pending().await,
         }
+    }
+
+    fn moved(socket: DuplexStream, _to: &Handle) -> io::Result<DuplexStream> {
+        Ok(socket)
     }
 }
 
@@ -174,7 +180,7 @@ impl Node {
         let (dial, dialled) = mpsc::unbounded_channel();
         let stop = CancellationToken::new();
         let gate = Arc::new(gate);
-        let (inside, tasks) = (tokio::runtime::Handle::current(), TaskTracker::new());
+        let (inside, tasks) = (Handle::current(), TaskTracker::new());
         let serving = accept::serve(Pipes(dialled), gate.clone(), settings.accept, inside, tasks, stop.clone());
         tokio::spawn(serving);
         Self { hub, gate, clock, metrics, dial, n_dialled: AtomicU16::new(0), stop }

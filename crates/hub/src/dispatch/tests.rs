@@ -1,5 +1,6 @@
 use std::sync::Weak;
 
+use crate::close::CloseReason;
 use crate::event::Wire;
 use crate::hub::Open;
 use crate::outbox::Item;
@@ -62,7 +63,7 @@ async fn a_large_fan_out_gives_others_their_turns_and_a_newcomer_is_live_before_
         }
     }
     // One thread: each turn of ours is one that the dispatcher gave away.
-    assert!(n_turns >= (EVENTS - 2) * CROWD / CHUNK, "{n_turns} turns");
+    assert!(n_turns >= (EVENTS - 2) * CROWD / spread::CHUNK, "{n_turns} turns");
     assert!(seen.is_some_and(|n_events| n_events < EVENTS / 2), "live after {seen:?} of {EVENTS} events");
 }
 

@@ -22,14 +22,14 @@ async fn a_channel_is_given_up_ten_seconds_after_its_last_listener_and_not_befor
     let channel = Channel::new("c").unwrap();
     let just_before = LINGER - Duration::from_millis(1);
 
-    let slots = [channels.listen(&channel, listener(&open)), channels.listen(&channel, listener(&open))];
+    let slots = [channels.listen(&channel, listener(&open)).0, channels.listen(&channel, listener(&open)).0];
     channels.unlisten(&channel, slots[0]);
     assert_eq!(channels.sweep(Instant::now() + LINGER), 0, "one is left");
     channels.unlisten(&channel, slots[1]);
     let idle = Instant::now();
     assert_eq!(channels.sweep(idle + just_before), 0);
     // Somebody came back in the last moment, and left again.
-    let slot = channels.listen(&channel, listener(&open));
+    let (slot, _) = channels.listen(&channel, listener(&open));
     assert_eq!(channels.sweep(idle + LINGER), 0);
     tokio::time::sleep(Duration::from_secs(5)).await;
     channels.unlisten(&channel, slot);
@@ -43,7 +43,7 @@ async fn the_room_of_a_crowd_goes_with_it_and_who_stays_keeps_its_place() {
     let open = testing.node("n").await.open("u");
     let channels = Channels::new(testing.log.node("other"));
     let channel = Channel::new("c").unwrap();
-    let slots: Vec<usize> = (0..10_000).map(|_| channels.listen(&channel, listener(&open))).collect();
+    let slots: Vec<usize> = (0..10_000).map(|_| channels.listen(&channel, listener(&open)).0).collect();
     let stays = slots[3];
     slots.iter().filter(|slot| **slot != stays).for_each(|slot| channels.unlisten(&channel, *slot));
     channels.sweep(Instant::now());
@@ -52,7 +52,7 @@ async fn the_room_of_a_crowd_goes_with_it_and_who_stays_keeps_its_place() {
     let mut heard = Vec::new();
     assert_eq!(channels.listeners(&channel, 0, 256, &mut heard), None, "in one step");
     assert_eq!(heard.len(), 1);
-    let next = channels.listen(&channel, listener(&open));
+    let (next, _) = channels.listen(&channel, listener(&open));
     assert_ne!(next, stays);
     channels.unlisten(&channel, stays);
     channels.unlisten(&channel, next);

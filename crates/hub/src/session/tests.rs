@@ -30,6 +30,142 @@ fn events(open: &Open, n: u64, n_bytes: usize) -> Vec<Arc<Encoded>> {
     (1..=n).map(|i| Encoded::new(event(i))).collect()
 }
 
+fn run(events: &[Arc<Encoded>]) -> Run {
+    Run::new(events.iter().map(|encoded| encoded.event.clone()).collect())
+}
+
+fn how(cap: usize) -> Offer {
+    Offer { cap, now: Instant::now(), route: Route::AtOnce }
+}
+
+/// A kernel that takes so many bytes more.
+#[derive(Default)]
+struct Kernel {
+    room: Mutex<usize>,
+    taken: Mutex<Vec<u8>>,
+}
+
+impl Kernel {
+    fn make_room(&self, n: usize) {
+        *self.room.lock().unwrap() = n;
+    }
+
+    fn taken(&self) -> Vec<u8> {
+        std::mem::take(&mut *self.taken.lock().unwrap())
+    }
+}
+
+impl Outlet for Kernel {
+    fn write_now(&self, bytes: &[u8]) -> usize {
+        let mut room = self.room.lock().unwrap();
+        let n = bytes.len().min(*room);
+        *room -= n;
+        self.taken.lock().unwrap().extend_from_slice(&bytes[..n]);
+        n
+    }
+}
+
+fn bytes_of(events: &[Arc<Encoded>], wire: Wire) -> Vec<u8> {
+    events.iter().flat_map(|event| event.on(wire).to_vec()).collect()
+}
+
+/// What the driver would write, to the last byte.
+fn rest_of(open: &Open, wire: Wire) -> Vec<u8> {
+    let (mut batch, mut all) = (Batch::default(), Vec::new());
+    open.attend(Waker::noop(), &mut batch);
+    while !batch.is_empty() {
+        let mut slices = [std::io::IoSlice::new(&[]); crate::outbox::MAX_SLICES];
+        let n_slices = batch.slices(wire, &mut slices);
+        let bytes: Vec<u8> = slices[..n_slices].iter().flat_map(|slice| slice.to_vec()).collect();
+        batch.advance(wire, bytes.len(), |_| {});
+        open.progress(bytes.len(), false);
+        all.extend(bytes);
+        open.attend(Waker::noop(), &mut batch);
+    }
+    all
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_nothing_waits_before_goes_to_the_kernel_at_once_and_whatever_it_leaves_follows_in_order() {
+    let node = Testing::new(0).node("n").await;
+    for wire in [Wire::Ws, Wire::Sse] {
+        for n_events in 1..=3 {
+            let whole: usize = bytes_of(&events(&live(&node, wire).await, n_events, 50), wire).len();
+            // The kernel takes nothing, a part that ends anywhere, or all.
+            for room in 0..=whole {
+                let (open, kernel) = (live(&node, wire).await, Arc::new(Kernel::default()));
+                open.lend(kernel.clone());
+                let events = events(&open, n_events, 50);
+                kernel.make_room(room);
+                let offered = open.session().offer(&run(&events), 0, &how(1 << 20));
+                let mut ends = (1..=events.len()).map(|n| bytes_of(&events[..n], wire).len());
+                assert_eq!(offered.n_written, ends.clone().filter(|end| *end <= room).count());
+                assert_eq!(offered.rest == Rest::Passed, room == whole, "{room} of {whole}");
+                assert_eq!(open.session().lock().outbox.bytes(), whole - room);
+                assert_eq!(open.session().lock().position, events.last().unwrap().event.id.unwrap());
+                let all = [kernel.taken(), rest_of(&open, wire)].concat();
+                assert!(all == bytes_of(&events, wire) && ends.next_back() == Some(all.len()));
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_overtakes_what_waits_or_is_being_written_and_old_or_late_events_go_nowhere() {
+    let node = Testing::new(0).node("n").await;
+    let (open, kernel) = (live(&node, Wire::Ws).await, Arc::new(Kernel::default()));
+    open.lend(kernel.clone());
+    kernel.make_room(usize::MAX);
+    let events = events(&open, 6, 10);
+    let offer = |i: usize| open.session().offer(&run(&events[i..=i]), 0, &how(1 << 20));
+    let taken = Offered { n_written: 0, rest: Rest::Taken };
+    let passed = Offered { n_written: 0, rest: Rest::Passed };
+    // An answer waits: the event goes behind it.
+    open.session().say(&message::pong());
+    assert_eq!(offer(0), taken);
+    // The driver has both in its hands: still behind them.
+    let mut batch = Batch::default();
+    open.attend(Waker::noop(), &mut batch);
+    assert_eq!((offer(1), kernel.taken()), (taken, Vec::new()));
+    let n_bytes = open.session().lock().outbox.bytes() - events[1].on(Wire::Ws).len();
+    batch.advance(Wire::Ws, n_bytes, |_| {});
+    open.progress(n_bytes, true);
+    assert_eq!(offer(2), taken);
+    assert_eq!(rest_of(&open, Wire::Ws), bytes_of(&events[1..=2], Wire::Ws));
+    // Now nothing does, and what was had already is not had again.
+    assert_eq!(offer(3), Offered { n_written: 1, rest: Rest::Passed });
+    assert_eq!((offer(3), offer(0)), (passed, passed));
+    assert_eq!(kernel.taken(), bytes_of(&events[3..=3], Wire::Ws));
+    // By the driver where that was asked for.
+    let by_driver = Offer { route: Route::Driver, ..how(1 << 20) };
+    assert_eq!(open.session().offer(&run(&events[4..=4]), 0, &by_driver), taken);
+    rest_of(&open, Wire::Ws);
+    // Behind a bye nothing follows.
+    open.end(CloseReason::Kicked);
+    rest_of(&open, Wire::Ws);
+    assert_eq!((offer(5), kernel.taken()), (passed, Vec::new()));
+    // The socket is given back with the session's end.
+    drop(open);
+    assert_eq!(Arc::strong_count(&kernel), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_is_slow_in_the_midst_of_an_event_gets_the_rest_of_it_before_the_reason() {
+    let node = Testing::new(0).node("n").await;
+    let (open, kernel) = (live(&node, Wire::Ws).await, Arc::new(Kernel::default()));
+    open.lend(kernel.clone());
+    let events = events(&open, 3, 1_000);
+    let size = events[0].on(Wire::Ws).len();
+    kernel.make_room(10);
+    assert_eq!(open.session().offer(&run(&events[..2]), 0, &how(2 * size)).rest, Rest::Taken);
+    assert_eq!(open.session().offer(&run(&events[2..]), 0, &how(2 * size)).rest, Rest::Overflowed);
+    open.end(CloseReason::Slow);
+    let all = [kernel.taken(), rest_of(&open, Wire::Ws)].concat();
+    assert_eq!(all[..size], events[0].on(Wire::Ws)[..]);
+    let bye = String::from_utf8_lossy(&all[size..]);
+    assert!(bye.contains("\"reason\":\"slow\"") && !bye.contains("xxx"), "{bye}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn the_coming_event_counts_and_exactly_the_cap_may_wait() {
     let node = Testing::new(0).node("n").await;
@@ -38,22 +174,23 @@ async fn the_coming_event_counts_and_exactly_the_cap_may_wait() {
         let session = open.session();
         let events = events(&open, 5, 1_000);
         let size = events[0].on(wire).len();
-        assert_eq!(session.offer(&events[0..=0], 0, 2 * size), Offered::Taken);
+        let offer = |i: usize, cap| session.offer(&run(&events[i..=i]), 0, &how(cap)).rest;
+        assert_eq!(offer(0, 2 * size), Rest::Taken);
         // What is on its way counts until the kernel has it.
         let mut batch = Batch::default();
         assert_eq!(session.attend(Waker::noop(), &mut batch), Attention::Serve);
-        assert_eq!(session.offer(&events[1..=1], 0, 2 * size - 1), Offered::Overflowed);
-        assert_eq!(session.offer(&events[1..=1], 0, 2 * size), Offered::Taken);
-        assert_eq!(session.offer(&events[2..=2], 0, 2 * size), Offered::Overflowed);
+        assert_eq!(offer(1, 2 * size - 1), Rest::Overflowed);
+        assert_eq!(offer(1, 2 * size), Rest::Taken);
+        assert_eq!(offer(2, 2 * size), Rest::Overflowed);
         session.progress(size - 1, true, Instant::now());
-        assert_eq!(session.offer(&events[2..=2], 0, 2 * size), Offered::Overflowed, "a byte is missing");
+        assert_eq!(offer(2, 2 * size), Rest::Overflowed, "a byte is missing");
         session.progress(1, true, Instant::now());
-        assert_eq!(session.offer(&events[2..=2], 0, 2 * size), Offered::Taken);
+        assert_eq!(offer(2, 2 * size), Rest::Taken);
         assert!(!session.is_overfull(2 * size) && session.is_overfull(2 * size - 1));
         // Who has nothing waiting gets a single one of any size.
         session.progress(2 * size, false, Instant::now());
-        assert_eq!(session.offer(&events[3..=3], 0, 1), Offered::Taken);
-        assert_eq!(session.offer(&events[4..=4], 0, 1), Offered::Overflowed);
+        assert_eq!(offer(3, 1), Rest::Taken);
+        assert_eq!(offer(4, 1), Rest::Overflowed);
     }
 }
 

@@ -1,0 +1,110 @@
+//! One run of events to everybody who hears its channel. Decides who writes, and how many threads
+//! take part: what nothing waits before is written on the spot, for a woken task costs more than all
+//! else that is ours in a delivery (measured: 2 to 3 us beside a write of 10); a large channel's
+//! listeners are shared out to all workers, and the run is over when all have done theirs.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::task::{JoinSet, yield_now};
+use tokio::time::Instant;
+
+use crate::close::CloseReason;
+use crate::event::{Run, Wire};
+use crate::fanout::Listener;
+use crate::hub::Hub;
+use crate::session::{Offer, Rest, Route};
+
+/// Events offered between two yields: a big fan-out lets probes, accepts and other tasks of its
+/// worker in. 128 writes of 10 us are over well before anybody waits for them.
+pub(super) const CHUNK: usize = 128;
+/// With so much waiting in the link one thread cannot keep up with many small channels: their
+/// sessions' drivers write, on all threads.
+const FAR_BEHIND: usize = 512;
+
+/// Who writes, with so much waiting behind the next event.
+pub(super) fn route(hub: &Hub, n_waiting: usize) -> Route {
+    if n_waiting > FAR_BEHIND && n_workers(hub) > 1 { Route::Driver } else { Route::AtOnce }
+}
+
+fn n_workers(hub: &Hub) -> usize {
+    hub.runtime.metrics().num_workers()
+}
+
+/// Offers the run to every listener of its channel; over when all have it in hand. `scratch` is
+/// empty before and after.
+///
+/// # Cancel safety
+/// None: some have the run then and others not.
+pub(super) async fn spread(hub: &Arc<Hub>, run: Run, route: Route, scratch: &mut Vec<Listener>) {
+    let work =
+        Work { hub: hub.clone(), step: (CHUNK / run.events().len()).max(1), run, route, next: AtomicUsize::new(0) };
+    // Nearly every channel ends here.
+    if !work.step(scratch) {
+        return;
+    }
+    let work = Arc::new(work);
+    let mut others = JoinSet::new();
+    for _ in 1..n_workers(hub) {
+        let work = work.clone();
+        others.spawn_on(async move { work.rest(&mut Vec::new()).await }, &hub.runtime);
+    }
+    yield_now().await;
+    work.rest(scratch).await;
+    while let Some(done) = others.join_next().await {
+        done.expect("nothing panics while a session is offered events");
+    }
+}
+
+/// A run, and how far it has come.
+struct Work {
+    hub: Arc<Hub>,
+    run: Run,
+    route: Route,
+    /// Slots looked at in one go.
+    step: usize,
+    /// The first slot that nobody has looked at.
+    next: AtomicUsize,
+}
+
+impl Work {
+    async fn rest(&self, scratch: &mut Vec<Listener>) {
+        while self.step(scratch) {
+            yield_now().await;
+        }
+    }
+
+    /// Offers the run to the next few; returns whether there are more.
+    fn step(&self, scratch: &mut Vec<Listener>) -> bool {
+        let from = self.next.fetch_add(self.step, Ordering::Relaxed);
+        let more = self.hub.channels.listeners(self.run.channel(), from, self.step, scratch);
+        if !scratch.is_empty() {
+            self.offer(scratch);
+        }
+        more.is_some()
+    }
+
+    fn offer(&self, listeners: &mut Vec<Listener>) {
+        let how = Offer { cap: self.hub.config.session.outbox_bytes, now: Instant::now(), route: self.route };
+        let newest = self.run.last_id();
+        let age = newest.map(|id| self.hub.age_of(id));
+        let (mut n_written, mut n_in_time) = ([0; 2], 0);
+        for Listener { session, sub } in listeners.drain(..) {
+            let offered = session.offer(&self.run, sub, &how);
+            if offered.n_written > 0 {
+                n_written[session.info.wire as usize] += offered.n_written as u64;
+                n_in_time += usize::from(age.is_some_and(|age| how.now >= session.info.opened_at + age));
+            }
+            if offered.rest == Rest::Overflowed {
+                self.hub.end(&session, CloseReason::Slow);
+            }
+        }
+        for wire in [Wire::Ws, Wire::Sse] {
+            self.hub.metrics.delivered(wire, n_written[wire as usize]);
+        }
+        if let (Some(id), 1..) = (newest, n_in_time) {
+            // All at their last one's time: a few of a thousandth of a second too much.
+            self.hub.metrics.deliveries_seconds(self.hub.age_of(id).as_secs_f64(), n_in_time);
+        }
+    }
+}
