@@ -131,6 +131,9 @@ pub fn settings(redis: Option<&Redis>) -> Vec<(&'static str, String)> {
         ("GATEWAY_ANONYMOUS_CHANNELS", "*".to_owned()),
         // The pings of thousands would count as cost of the events between them.
         ("GATEWAY_HEARTBEAT", "10m".to_owned()),
+        // Nor is anybody to be moved: sessions that came in a crowd are, from the second minute on.
+        ("GATEWAY_MAX_AGE_MIN", "0s".to_owned()),
+        ("GATEWAY_MAX_AGE_MAX", "0s".to_owned()),
     ];
     settings.extend(redis.map(|redis| ("GATEWAY_REDIS_URL", redis.url())));
     settings
