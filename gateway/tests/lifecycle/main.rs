@@ -14,6 +14,7 @@ mod books;
 mod drain;
 mod endings;
 mod fleet;
+mod gone;
 mod grace;
 mod midway;
 mod probes;
