@@ -17,6 +17,11 @@ const WINDOW: Duration = Duration::from_secs(60);
 /// Clients are on their way for at most so long, evenly.
 const RETURN: Duration = Duration::from_secs(5);
 
+/// Nobody closed for so long is a pause: what is closed after it is judged by itself. (After a pause
+/// of just under a minute the last one held a few closes of before and a few whose clients were on
+/// their way, and all seemed to stay away.) So few as are judged at all come more often.
+const PAUSE: Duration = Duration::from_secs(15);
+
 /// Fewer than this part came back.
 const RETURNED: f64 = 0.7;
 /// More than this part of those closed is missing: others left too, for another reason.
@@ -48,8 +53,9 @@ struct Sample {
 pub(super) struct Effect {
     dice: Dice,
     samples: VecDeque<Sample>,
-    /// The first close after a minute without any.
+    /// The first close after a pause, and the last.
     began_at: Option<Instant>,
+    closed_at: Option<Instant>,
     all_shed: f64,
     until: Option<Instant>,
     /// What the last break is for.
@@ -68,7 +74,8 @@ enum Cause {
 impl Effect {
     pub fn new(dice: Dice) -> Self {
         let cause = Cause::StayAway;
-        Self { dice, samples: VecDeque::new(), began_at: None, all_shed: 0.0, until: None, cause, times: 1 }
+        let samples = VecDeque::new();
+        Self { dice, samples, began_at: None, closed_at: None, all_shed: 0.0, until: None, cause, times: 1 }
     }
 
     pub fn is_idle_until(&self, now: Instant) -> bool {
@@ -95,10 +102,13 @@ impl Effect {
     /// so what was seen until now says nothing.
     pub fn observe(&mut self, now: Instant, dt: Duration, plan: &Plan, own: &Own, has_changed: bool) {
         self.all_shed += plan.shed_rate * dt.as_secs_f64();
-        if has_changed || self.is_idle_until(now) {
+        let (own_n, own_shed) = (own.n_sessions as f64, own.n_shed as f64);
+        if self.samples.back().is_some_and(|last| own_shed > last.own_shed) {
+            self.closed_at = Some(now);
+        }
+        if has_changed || self.is_paused(now) || self.is_idle_until(now) {
             self.forget();
         }
-        let (own_n, own_shed) = (own.n_sessions as f64, own.n_shed as f64);
         self.samples.push_back(Sample { at: now, own: own_n, own_shed, total: plan.total, all_shed: self.all_shed });
         while self.samples.get(1).is_some_and(|next| now.saturating_duration_since(next.at) >= WINDOW + RETURN) {
             self.samples.pop_front();
@@ -106,7 +116,6 @@ impl Effect {
         let first = self.at(now, WINDOW);
         let closed = own_shed - first.own_shed;
         if closed <= 0.0 {
-            self.began_at = None;
             return;
         }
         let began_at = *self.began_at.get_or_insert(now);
@@ -133,6 +142,10 @@ impl Effect {
         } else {
             self.times = 1;
         }
+    }
+
+    fn is_paused(&self, now: Instant) -> bool {
+        self.closed_at.is_none_or(|at| now.saturating_duration_since(at) > PAUSE)
     }
 
     fn forget(&mut self) {

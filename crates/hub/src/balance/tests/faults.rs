@@ -239,6 +239,22 @@ fn a_hold_stops_it_within_a_second_and_its_end_lets_it_go_on() {
 }
 
 #[test]
+fn a_pause_of_whatever_length_never_makes_it_seem_to_be_of_no_use() {
+    // After it, the last minute holds a few closes from before and a few whose clients are on their way still.
+    for pause in 45..65 {
+        let mut sim = moving(Front::LeastConnections);
+        sim.is_held = true;
+        sim.run(pause);
+        sim.is_held = false;
+        for _ in 0..70 {
+            sim.run(1);
+            let useless = |node: &usize| sim.reasons(*node).contains(&ShedSuspension::Ineffective);
+            assert_eq!((0..10).find(useless), None, "after {pause} s, {:?}", sim.counts());
+        }
+    }
+}
+
+#[test]
 fn a_fleet_that_refuses_is_not_sent_more() {
     let mut sim = moving(Front::LeastConnections);
     // They say that they take 100 a second; something else takes most of it.
