@@ -44,8 +44,8 @@ const SPREAD: f64 = 0.2;
 /// A report that failed is repeated after about so long.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// While this node moves sessions it reports and reads so often, so that all know what has moved,
-/// and an outage of the backplane stops it within one more second.
+/// While sessions are moved, by this node or another, it reports and reads so often, so that all
+/// know what has moved, and an outage of the backplane stops it within one more second.
 const HURRIED: (Duration, Duration) = (Duration::from_millis(800), Duration::from_secs(1));
 
 /// A backplane that has not answered for so long fails: twice the default deadline of a command, so

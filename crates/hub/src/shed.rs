@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep_until};
 
-use crate::balance::pick::{SAMPLE, choose};
+use crate::balance::pick::choose;
 use crate::balance::{BalanceConfig, Balancer, Orders, Own, Recycling, Rest, State, Warning};
 use crate::close::CloseReason;
 use crate::fleet::{Pace, ShedView};
@@ -137,8 +137,10 @@ impl Shedder {
             Recycling::Extend => Short::Yes,
             Recycling::AsDrawn => Short::No,
         });
-        let is_moving = self.mode == ShedMode::On && orders.state == State::Shedding;
-        hub.fleet.hurry(if is_moving { Pace::Hurried } else { Pace::Usual });
+        // A node that is filled hurries too: were its reports older than the donors', the total would seem smaller than
+        // it is, and they would give away what nobody misses.
+        let is_hurried = self.mode == ShedMode::On && orders.is_eventful;
+        hub.fleet.hurry(if is_hurried { Pace::Hurried } else { Pace::Usual });
         if orders.state != State::Shedding {
             self.going.clear();
         }
@@ -155,20 +157,19 @@ impl Shedder {
         if n == 0 {
             return;
         }
-        let mut some = self.hub.all_sessions();
-        let n_some = some.len().min(n * SAMPLE);
-        for i in 0..n_some {
-            let other = i + (self.hub.dice.bits() % (some.len() - i) as u64) as usize;
-            some.swap(i, other);
-        }
-        some.truncate(n_some);
-        let (candidates, some): (Vec<_>, Vec<_>) =
-            some.into_iter().filter_map(|session| Some((session.candidate()?, session))).unzip();
-        let chosen = choose(now, self.stays, &candidates, n);
+        let mut all = self.hub.all_sessions();
+        let dice = &self.hub.dice;
+        // In a random order, drawn no further than it is asked for: who was drawn keeps its place.
+        let drawn = (0..all.len()).filter_map(|i| {
+            let other = i + (dice.bits() % (all.len() - i) as u64) as usize;
+            all.swap(i, other);
+            Some((all[i].candidate()?, i))
+        });
+        let chosen = choose(now, self.stays, drawn, n);
         let slot = TICK.div_f64(chosen.len().max(1) as f64);
         for (i, place) in chosen.into_iter().enumerate() {
             let at = now + slot.mul_f64(i as f64 + self.hub.dice.unit());
-            self.going.push_back((at, Arc::downgrade(&some[place])));
+            self.going.push_back((at, Arc::downgrade(&all[place])));
         }
     }
 

@@ -5,9 +5,16 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// For each session to be moved, look at so many drawn at random: enough to find idle ones, and
-/// never a walk over all.
-pub const SAMPLE: usize = 8;
+/// For each session to be moved, so many are looked at, drawn at random: enough to find idle ones.
+const SAMPLE: usize = 8;
+
+/// Where too few of those are idle and have not been moved lately, so many are looked at in a
+/// second, and no more (measured, not optimised: under 4 ms, less than listing 50,000 takes). Behind a balancer that hands out in turn, evening out
+/// takes about as many moves as the fleet has sessions, however many nodes are new, so each has to
+/// be moved once and none needs to be twice; but towards the end the ones that have not been moved
+/// are one in a hundred, and in a sample there are none. (50,000 sessions from six to ten nodes: of
+/// 49,400 moves 1,400 were of somebody who had been moved already, now none.)
+const LOOKED_AT: usize = 5_000;
 
 /// Idle for longer than this: nothing is going on.
 pub const IDLE: Duration = Duration::from_secs(30);
@@ -46,21 +53,35 @@ impl Candidate {
         now.saturating_duration_since(self.idle_since) <= IDLE
     }
 
-    fn was_moved_lately(&self, now: Instant) -> bool {
-        self.has_come_back && self.age(now) < MOVED_LATELY
+    /// When it was moved, if that was lately.
+    fn moved_at(&self, now: Instant) -> Option<Instant> {
+        (self.has_come_back && self.age(now) < MOVED_LATELY).then_some(self.opened_at)
+    }
+
+    /// Could none be better, but for its age?
+    fn is_first_choice(&self, now: Instant) -> bool {
+        !self.is_active(now) && self.moved_at(now).is_none()
     }
 }
 
-/// The places in `candidates` of the `n` to be moved, or fewer where not enough may be: idle ones
-/// first, of those the ones that were not moved lately, and of those the ones whose age ends soonest.
-pub fn choose(now: Instant, stays: Duration, candidates: &[Candidate], n: usize) -> Vec<usize> {
-    let mut chosen: Vec<usize> = (0..candidates.len()).filter(|i| candidates[*i].may_move(now, stays)).collect();
-    chosen.sort_by_key(|i| {
-        let one = &candidates[*i];
-        (one.is_active(now), one.was_moved_lately(now), one.recycle_at.is_none(), one.recycle_at)
-    });
-    chosen.truncate(n);
-    chosen
+/// The `n` to be moved of those that come, in a random order, or fewer where not enough may be: idle
+/// ones first, of those the ones that were not moved lately, or the longest ago, and of those the
+/// ones whose age ends soonest. Takes no more from `some` than it needs to find good ones.
+pub fn choose<T>(now: Instant, stays: Duration, some: impl IntoIterator<Item = (Candidate, T)>, n: usize) -> Vec<T> {
+    let (mut found, mut n_first) = (Vec::new(), 0);
+    for (i, (one, whose)) in some.into_iter().enumerate() {
+        if one.may_move(now, stays) {
+            n_first += usize::from(one.is_first_choice(now));
+            found.push((one, whose));
+        }
+        let is_enough = i + 1 >= n * SAMPLE && (n_first >= n || i + 1 >= LOOKED_AT);
+        if is_enough {
+            break;
+        }
+    }
+    found.sort_by_key(|(one, _)| (one.is_active(now), one.moved_at(now), one.recycle_at.is_none(), one.recycle_at));
+    found.truncate(n);
+    found.into_iter().map(|(_, whose)| whose).collect()
 }
 
 #[cfg(test)]
@@ -87,8 +108,12 @@ mod tests {
         Instant::now() + s(10_000)
     }
 
+    fn numbered(candidates: &[Candidate]) -> impl Iterator<Item = (Candidate, usize)> {
+        candidates.iter().enumerate().map(|(i, one)| (*one, i))
+    }
+
     fn chosen(now: Instant, candidates: &[Candidate], n: usize) -> Vec<usize> {
-        choose(now, STAYS, candidates, n)
+        choose(now, STAYS, numbered(candidates), n)
     }
 
     #[test]
@@ -120,7 +145,7 @@ mod tests {
             let young = Candidate { opened_at: now - s(119), has_come_back, ..quiet(now) };
             assert!(chosen(now, &[young], 1).is_empty());
             assert_eq!(chosen(now + s(1), &[young], 1), [0]);
-            assert_eq!(choose(now, s(119), &[young], 1), [0]);
+            assert_eq!(choose(now, s(119), [(young, 0)], 1), [0]);
         }
     }
 
@@ -131,8 +156,34 @@ mod tests {
         let (lately, earlier) = (moved(599), moved(600));
         let later = Candidate { recycle_at: Some(now + s(2_000)), ..quiet(now) };
         assert_eq!(chosen(now, &[lately, later, earlier], 3), [2, 1, 0]);
+        // For want of others: whoever has been here longest, cut off then perhaps and moved by nobody.
+        let soon = Candidate { recycle_at: Some(now + s(1)), ..moved(130) };
+        assert_eq!(chosen(now, &[soon, moved(200), lately], 3), [2, 1, 0]);
         // But an idle one goes before one that would notice.
         let active = Candidate { idle_since: now, ..quiet(now) };
         assert_eq!(chosen(now, &[active, lately], 2), [1, 0]);
+    }
+
+    #[test]
+    fn eight_are_looked_at_for_each_and_more_only_where_too_few_of_them_are_good() {
+        let now = now();
+        let moved = Candidate { opened_at: now - s(200), has_come_back: true, ..quiet(now) };
+        let active = Candidate { idle_since: now, ..quiet(now) };
+        let looked_at = |candidates: &[Candidate], n| {
+            let mut n_looked = 0;
+            let chosen = choose(now, STAYS, numbered(candidates).inspect(|_| n_looked += 1), n);
+            (n_looked, chosen)
+        };
+        assert_eq!(looked_at(&[quiet(now); 100], 10).0, 80);
+        for bad in [moved, active] {
+            let mut one_good = vec![bad; 20_000];
+            one_good[4_000] = quiet(now);
+            assert_eq!(looked_at(&one_good, 1), (4_001, vec![4_000]));
+            // A second one is nowhere near.
+            let (n_looked, chosen) = looked_at(&one_good, 2);
+            assert_eq!((n_looked, chosen.len(), chosen[0]), (5_000, 2, 4_000));
+        }
+        assert_eq!(looked_at(&[moved; 100], 10).0, 100);
+        assert_eq!(looked_at(&vec![moved; 20_000], 2_000).0, 16_000);
     }
 }

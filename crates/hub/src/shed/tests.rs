@@ -208,6 +208,27 @@ async fn a_new_node_is_filled_in_the_time_that_the_budget_makes_and_no_further()
 }
 
 #[tokio::test(start_paused = true)]
+async fn while_sessions_are_moved_every_node_reports_every_second_the_one_that_is_filled_too() {
+    let mut world = World::three_and_a_new_one(ShedMode::On).await;
+    let oldest = |world: &World| world.nodes[0].hub.fleet().nodes.iter().map(|node| node.age).max().unwrap();
+    world.until_shedding().await;
+    // Those who watch learn of it by their next reading.
+    world.pass(s(7)).await;
+    for _ in 0..200 {
+        world.pass(Duration::from_millis(50)).await;
+        assert!(oldest(&world) <= Duration::from_millis(2_100), "{:?}", world.nodes[0].hub.fleet().nodes);
+    }
+    world.until("it is over", |world| world.shed(0).state == "idle").await;
+    world.pass(s(20)).await;
+    let mut n_older = 0;
+    for _ in 0..200 {
+        world.pass(Duration::from_millis(50)).await;
+        n_older += usize::from(oldest(&world) > s(3));
+    }
+    assert!(n_older > 100, "then at the usual pace: {n_older} of 200");
+}
+
+#[tokio::test(start_paused = true)]
 async fn closes_are_spread_within_the_second() {
     let mut world = World::three_and_a_new_one(ShedMode::On).await;
     world.until_shedding().await;

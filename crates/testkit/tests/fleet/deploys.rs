@@ -32,7 +32,7 @@ async fn roll(fleet: &mut Fleet, version: &'static str, style: Style) {
             fleet.run(AVAILABLE).await;
         }
         fleet.drain(node);
-        fleet.run_until("it is gone", s(180), |fleet| !fleet.nodes[node].is_up).await;
+        fleet.run_until("it is gone", fleet.config.drain.deadline + s(60), |fleet| !fleet.nodes[node].is_up).await;
         if style == Style::InPlace {
             fleet.run(IN_ITS_PLACE).await;
             fleet.add_like(kind);
@@ -54,17 +54,34 @@ async fn a_deploy_in_place_moves_nobody_until_its_end_and_is_even_240_s_later_at
     fleet.run(s(430)).await;
     let figures = Figures::since(from, &fleet, "deploy of 5 in place, 50,000 sessions");
     figures.assert_even_within(240.0);
-    // 9,000 bring the last one within 10 % of its share, 10,000 make all equal.
-    assert!(figures.n_shed <= 10_000, "{} moves", figures.n_shed);
+    // 9,000 bring the last one within 10 % of its share, 10,000 make all equal: a tenth more than the least.
+    assert!(figures.n_shed <= 9_900, "{} moves", figures.n_shed);
+    assert!(figures.worst <= 0.015, "and not left at the edge of a band: {:?}", fleet.counts());
     assert_eq!((figures.n_refused, figures.n_ping_pong), (0, 0));
     // The deadline leaves each node 112 s, and the one emptier node takes no 12,500 in that time: the
-    // rest is refused with a time at which to come back, and does.
+    // rest is refused with a time at which to come back, and does. (The log names the deadline that
+    // would do; see the next test.)
     let (n_refused, away) = (fleet.record.refusals.len(), fleet.record.longest_away(began));
     println!("refused {n_refused} times during the deploy, away {away:?} at the longest");
     assert!(away <= s(60), "{away:?}");
     let heard = fleet.heard().await;
     println!("{heard:?}");
     assert!(heard.n_gaps == 0 && heard.n_moved == heard.n_listeners, "{heard:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_the_deadline_that_a_drain_asks_for_a_deploy_in_place_refuses_nobody() {
+    let mut config = FleetConfig::new(16, Balancing::LeastConnections);
+    // All of the fifth part: 2,500 to the one newcomer, of whose 20 a second ten are for us.
+    (config.accept_per_second, config.accept_burst) = (20.0, 40);
+    config.drain.deadline = s(250) + config.drain.grace + s(4);
+    let mut fleet = Fleet::standing(config, &[2_000; 5]).await;
+    let began = Instant::now();
+    roll(&mut fleet, "2", Style::InPlace).await;
+    println!("a deploy in place with a deadline of 259 s took {:?} and left {:?}", began.elapsed(), fleet.counts());
+    assert!(fleet.record.closed(CloseReason::Drain, began).len() >= 10_000);
+    assert_eq!((fleet.record.refusals.len(), fleet.record.n_shed(began, Instant::now())), (0, 0));
+    assert!(fleet.record.longest_away(began) <= s(6), "{:?}", fleet.record.longest_away(began));
 }
 
 /// Five nodes by surge; every node within 10 % of its share at its end, and nobody shed.

@@ -19,7 +19,7 @@ async fn from_six_to_ten_50_000_sessions_become_even_within_the_budgets_time_and
     assert_eq!(figures.budget, 200.0);
     figures.assert_even_within(1.15 * (BEFORE_AND_AFTER + 18_000.0 / figures.budget));
     figures.assert_within_budget();
-    assert!(figures.n_shed as f64 <= 1.05 * 20_000.0, "{} moves", figures.n_shed);
+    assert!(figures.n_shed <= 20_000, "{} moves", figures.n_shed);
     // Not left at the edge of a band.
     assert!(figures.worst < 0.05, "{:?}", fleet.counts());
     let heard = fleet.heard().await;
@@ -36,7 +36,7 @@ async fn one_newcomer_gets_no_more_than_half_of_what_it_accepts() {
     assert_eq!(figures.budget, 50.0);
     figures.assert_even_within(1.15 * (BEFORE_AND_AFTER + 2_700.0 / figures.budget));
     figures.assert_within_budget();
-    assert!(figures.n_shed as f64 <= 1.05 * 3_000.0, "{} moves", figures.n_shed);
+    assert!(figures.n_shed <= 3_000, "{} moves", figures.n_shed);
 }
 
 #[tokio::test(start_paused = true)]
@@ -48,7 +48,7 @@ async fn twenty_donors_keep_to_the_one_budget() {
     // 8,333 make them equal; each of four lacks 10 % of 2,083 less.
     figures.assert_even_within(1.15 * (BEFORE_AND_AFTER + 7_500.0 / figures.budget));
     figures.assert_within_budget();
-    assert!(figures.n_shed as f64 <= 1.05 * 8_334.0, "{} moves", figures.n_shed);
+    assert!(figures.n_shed <= 8_334, "{} moves", figures.n_shed);
 }
 
 #[tokio::test(start_paused = true)]
@@ -82,7 +82,7 @@ async fn capacities_of_1_to_2_to_4_come_to_their_shares_and_no_big_node_is_empti
     for (n, target) in fleet.counts().into_iter().zip([3_000.0, 6_000.0, 12_000.0]) {
         assert!((n as f64 / target - 1.0).abs() < 0.02, "{:?}", fleet.counts());
     }
-    assert!(figures.n_shed as f64 <= 1.05 * 5_000.0, "{} moves: only what the big one misses", figures.n_shed);
+    assert!(figures.n_shed <= 5_000, "{} moves: only what the big one misses", figures.n_shed);
     assert_eq!((figures.n_refused, figures.n_ping_pong), (0, 0));
 }
 
@@ -105,9 +105,10 @@ async fn in_turn_takes_longer_never_swings_and_is_over_when_it_is_even() {
     figures.assert_even_within(290.0);
     let Figures { mean, budget, n_shed, n_moved_again, .. } = figures;
     assert!(mean <= 1.1 * budget, "{mean}/s of {budget}/s");
-    assert_eq!((figures.n_refused, figures.n_ping_pong), (0, 0));
-    // Six of ten turns are a donor's: whoever had one may have to go once more.
-    assert!(n_moved_again as f64 <= 0.05 * n_shed as f64, "{n_moved_again} of {n_shed}");
+    // Six of ten turns are a donor's, so it takes two and a half times the moves: as many as there are
+    // sessions, each moved once and none of them twice.
+    assert!(n_shed <= 50_000, "{n_shed} moves");
+    assert_eq!((figures.n_refused, figures.n_ping_pong, n_moved_again), (0, 0, 0));
     let even_at = from + s(figures.t10.unwrap() as u64 + 120);
     assert_eq!(fleet.record.n_shed(even_at, Instant::now()), 0, "and then it is over");
 }

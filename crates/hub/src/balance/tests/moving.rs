@@ -32,12 +32,12 @@ fn assert_within_budget(sim: &Sim, budget: f64) {
 }
 
 #[test]
-fn from_six_to_ten_50_000_sessions_are_even_after_112_s_with_19_900_moves_at_200_a_second() {
+fn from_six_to_ten_50_000_sessions_are_even_after_112_s_with_19_750_moves_at_200_a_second() {
     let (sim, from) = scaled_out(Front::LeastConnections, 6, 4, 1_000);
     // Four newcomers accept 100 a second each; half of that is ours. 18,000 moves are the least.
     assert_even_within(&sim, from, 1.15 * (BEFORE_AND_AFTER + 18_000.0 / 200.0));
     assert_within_budget(&sim, 200.0);
-    assert!(sim.n_shed() <= 20_000, "{} moves", sim.n_shed());
+    assert!(sim.n_shed() <= 19_800, "{} moves", sim.n_shed());
     // Not left at the edge of a band.
     assert!(sim.worst[sim.t] < 0.02, "{:?}", sim.counts());
 }
@@ -210,8 +210,8 @@ fn a_rolling_deploy_in_place_sheds_nobody_until_its_end_and_then_the_least_withi
         assert_eq!(sim.n_shed(), 0, "until the deploy's end");
         sim.run(600);
         assert_even_within(&sim, from, 240.0);
-        // 10,000 are missing on the last node; 9,000 bring it within 10 %.
-        assert!(sim.n_shed() as f64 <= 1.1 * 9_000.0 + 100.0, "{} moves", sim.n_shed());
+        // 10,000 are missing on the last node; 9,000 bring it within 10 %: a tenth more than the least.
+        assert!(sim.n_shed() as f64 <= 1.1 * 9_000.0, "{} moves", sim.n_shed());
         assert_eq!((sim.n_refused, sim.n_ping_pong), (0, 0));
     }
 }
