@@ -8,12 +8,13 @@ use tokio::time::Instant;
 /// For each session to be moved, so many are looked at, drawn at random: enough to find idle ones.
 const SAMPLE: usize = 8;
 
-/// Where too few of those are idle and have not been moved lately, so many are looked at in a
-/// second, and no more (measured, not optimised: under 4 ms, less than listing 50,000 takes). Behind a balancer that hands out in turn, evening out
-/// takes about as many moves as the fleet has sessions, however many nodes are new, so each has to
-/// be moved once and none needs to be twice; but towards the end the ones that have not been moved
-/// are one in a hundred, and in a sample there are none. (50,000 sessions from six to ten nodes: of
-/// 49,400 moves 1,400 were of somebody who had been moved already, now none.)
+/// Where too few of those are idle and have not been moved lately, so many are looked at in a second,
+/// and no more: under 4 ms, less than listing 50,000 takes (measured, not optimised). Behind a
+/// balancer that hands out in turn, evening out takes about as many moves as the fleet has sessions,
+/// however many nodes are new, so each has to be moved once and none needs to be twice; but towards
+/// the end the ones that have not been moved are one in a hundred, and in a sample there are none.
+/// (50,000 sessions from six to ten nodes: of 49,400 moves 1,400 were of somebody who had been moved
+/// already, now none.)
 const LOOKED_AT: usize = 5_000;
 
 /// Idle for longer than this: nothing is going on.

@@ -357,6 +357,18 @@ fn no_interval_exceeds_its_part_and_late_ticks_make_up_for_nothing() {
 }
 
 #[test]
+fn a_second_that_is_woken_a_little_early_has_its_portion_all_the_same() {
+    let mut first = First::of(nodes(&[10_000, 0, 0, 0, 0, 0, 0, 0]));
+    let n_before = first.n_shed;
+    for i in 0..300 {
+        // Late by 0 to 4 ms, in no order.
+        let late = |i: u64| Duration::from_millis(i * 7 % 5);
+        assert!(first.tick_after(s(1) + late(i + 1) - late(i)).n_to_shed <= 51);
+    }
+    assert!(first.n_shed - n_before >= 14_900, "{} of 15,000", first.n_shed - n_before);
+}
+
+#[test]
 fn a_small_node_moves_one_at_a_time() {
     let mut first = First::of(nodes(&[102, 0]));
     let n_before = first.n_shed;
