@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::num::NonZeroU32;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ use crate::hub::{Hub, HubConfig, Newcomer, Open, Parts};
 use crate::limit::Capacity;
 use crate::memory::{Memory, MemoryConfig, MemoryLog};
 use crate::message::Backoff;
-use crate::outbox::{Batch, Item};
+use crate::outbox::{Batch, Item, Outlet};
 use crate::plugin::{Admission, Plugins};
 use crate::revocation::{Company, RevocationConfig, Revocations, WhenUnavailable};
 use crate::session::{Attention, SessionConfig};
@@ -202,6 +202,33 @@ impl Node {
             key: None,
         };
         self.hub.publish(event).await.unwrap().id.unwrap()
+    }
+}
+
+/// A kernel that takes so many bytes more.
+#[derive(Default)]
+pub(crate) struct Kernel {
+    room: Mutex<usize>,
+    taken: Mutex<Vec<u8>>,
+}
+
+impl Kernel {
+    pub fn make_room(&self, n: usize) {
+        *self.room.lock().unwrap() = n;
+    }
+
+    pub fn taken(&self) -> Vec<u8> {
+        std::mem::take(&mut *self.taken.lock().unwrap())
+    }
+}
+
+impl Outlet for Kernel {
+    fn write_now(&self, bytes: &[u8]) -> usize {
+        let mut room = self.room.lock().unwrap();
+        let n = bytes.len().min(*room);
+        *room -= n;
+        self.taken.lock().unwrap().extend_from_slice(&bytes[..n]);
+        n
     }
 }
 

@@ -89,6 +89,14 @@ async fn ten_thousand_numbers_of_alternating_size_arrive_in_order_on_two_nodes()
     while let Some(heard) = listeners.join_next().await {
         heard.expect("all in order");
     }
+    // Each delivery was counted once, whoever wrote it.
+    for node in [&a, &b] {
+        for transport in ["ws", "sse"] {
+            let delivered = format!("gateway_events_delivered_total{{transport=\"{transport}\"}}");
+            node.until_metric(&delivered, (4 * N) as f64).await;
+        }
+        assert!(node.metric("gateway_delivery_seconds_count").await.is_some_and(|n| n > 0.0));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tokio::task::{JoinSet, yield_now};
+use tokio::task::{JoinError, JoinSet, yield_now};
 use tokio::time::Instant;
 
 use crate::close::CloseReason;
@@ -52,7 +52,10 @@ pub(super) async fn spread(hub: &Arc<Hub>, run: Run, route: Route, scratch: &mut
     yield_now().await;
     work.rest(scratch).await;
     while let Some(done) = others.join_next().await {
-        done.expect("nothing panics while a session is offered events");
+        // Cancelled ones: the runtime ends, and everybody with it.
+        if let Err(panic) = done.map_err(JoinError::try_into_panic) {
+            panic.map_or((), |panic| std::panic::resume_unwind(panic));
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use crate::close::CloseReason;
 use crate::event::Wire;
 use crate::hub::Open;
 use crate::outbox::Item;
-use crate::testing::{Testing, identity, items, settle};
+use crate::testing::{Kernel, Testing, identity, items, settle, until};
 
 use super::*;
 
@@ -65,6 +65,36 @@ async fn a_large_fan_out_gives_others_their_turns_and_a_newcomer_is_live_before_
     // One thread: each turn of ours is one that the dispatcher gave away.
     assert!(n_turns >= (EVENTS - 2) * CROWD / spread::CHUNK, "{n_turns} turns");
     assert!(seen.is_some_and(|n_events| n_events < EVENTS / 2), "live after {seen:?} of {EVENTS} events");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_crowd_that_all_workers_write_to_has_everything_once_and_in_order() {
+    const CROWD: usize = 40 * spread::CHUNK + 1;
+    const EVENTS: usize = 60;
+    let node = Testing::new(0).node("n").await;
+    let wires = [Wire::Ws, Wire::Sse];
+    let crowd: Vec<Open> = (0..CROWD).map(|i| node.open_on(wires[i % 2], identity(None), &["news"])).collect();
+    until("all are live", || crowd.iter().all(|open| open.session().lock().stage == Stage::Live)).await;
+    let lend = |open: &Open| {
+        items(open);
+        let kernel = Arc::new(Kernel::default());
+        kernel.make_room(usize::MAX);
+        open.lend(kernel.clone());
+        kernel
+    };
+    let kernels: Vec<Arc<Kernel>> = crowd.iter().map(lend).collect();
+    let mut ids = Vec::new();
+    for n in 0..EVENTS {
+        ids.push(node.publish("news", &n.to_string()).await);
+    }
+    until("all was dispatched", || node.hub.place.position() >= ids[EVENTS - 1]).await;
+    for (i, kernel) in kernels.iter().enumerate() {
+        let text = String::from_utf8_lossy(&kernel.taken()).into_owned();
+        let seen: Vec<usize> =
+            text.split("\"data\":").skip(1).map(|rest| rest[..rest.find('}').unwrap()].parse().unwrap()).collect();
+        assert_eq!(seen, (0..EVENTS).collect::<Vec<_>>(), "session {i}");
+        assert_eq!(crowd[i].session().lock().outbox.bytes(), 0);
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,7 @@
 use crate::channel::Channel;
 use crate::event::Event;
 use crate::hub::Open;
-use crate::testing::{Node, Testing, identity, items, settle, until};
+use crate::testing::{Kernel, Node, Testing, identity, items, settle, until};
 
 use super::*;
 
@@ -36,33 +36,6 @@ fn run(events: &[Arc<Encoded>]) -> Run {
 
 fn how(cap: usize) -> Offer {
     Offer { cap, now: Instant::now(), route: Route::AtOnce }
-}
-
-/// A kernel that takes so many bytes more.
-#[derive(Default)]
-struct Kernel {
-    room: Mutex<usize>,
-    taken: Mutex<Vec<u8>>,
-}
-
-impl Kernel {
-    fn make_room(&self, n: usize) {
-        *self.room.lock().unwrap() = n;
-    }
-
-    fn taken(&self) -> Vec<u8> {
-        std::mem::take(&mut *self.taken.lock().unwrap())
-    }
-}
-
-impl Outlet for Kernel {
-    fn write_now(&self, bytes: &[u8]) -> usize {
-        let mut room = self.room.lock().unwrap();
-        let n = bytes.len().min(*room);
-        *room -= n;
-        self.taken.lock().unwrap().extend_from_slice(&bytes[..n]);
-        n
-    }
 }
 
 fn bytes_of(events: &[Arc<Encoded>], wire: Wire) -> Vec<u8> {
