@@ -360,7 +360,7 @@ pub struct Admin {
 /// Liveness and readiness.
 #[derive(Clone, Debug)]
 pub struct Probes {
-    /// Age of the runtime's heartbeat at which `/livez` fails.
+    /// Age of either runtime's heartbeat at which `/livez` fails; a blocked worker fails it after twice that.
     pub live_stale: Duration,
     /// Part of the capacity from which the node is unready, above 0 and at most 1.
     pub ready_headroom: f64,

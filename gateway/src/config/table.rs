@@ -582,7 +582,7 @@ const PROBES: &[Variable] = &[
         "GATEWAY_LIVE_STALE",
         TIME,
         Value("30s"),
-        "`/livez` fails when the main runtime or the door's has not moved for so long; far above any load, for a restart ends every session",
+        "`/livez` fails when the main runtime or the door's has not moved for so long, or one of their worker threads has been blocked for twice as long; far above any load, for a restart ends every session",
     ),
     var(
         "GATEWAY_READY_HEADROOM",
