@@ -151,7 +151,7 @@ async fn a_balancer_that_restarts_costs_a_wait_and_nothing_else() {
     // As many attempts as the wait needs: one that is lost with the connection, one that finds nobody
     // or no room now and then, and no hammering.
     let n_lost: usize = lives.iter().map(|life| life.n_lost).sum();
-    assert!(n_lost >= N && n_lost <= 6 * N, "{n_lost} attempts of {N} clients");
+    assert!((N..=6 * N).contains(&n_lost), "{n_lost} attempts of {N} clients");
     assert!(sum(&nodes, "gateway_refused_total{code=\"overloaded\"}").await > 0.0, "it was no crowd");
     for node in &nodes {
         let is = n_open(node).await;

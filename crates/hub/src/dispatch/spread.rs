@@ -53,8 +53,8 @@ pub(super) async fn spread(hub: &Arc<Hub>, run: Run, route: Route, scratch: &mut
     work.rest(scratch).await;
     while let Some(done) = others.join_next().await {
         // Cancelled ones: the runtime ends, and everybody with it.
-        if let Err(panic) = done.map_err(JoinError::try_into_panic) {
-            panic.map_or((), |panic| std::panic::resume_unwind(panic));
+        if let Err(Ok(panic)) = done.map_err(JoinError::try_into_panic) {
+            std::panic::resume_unwind(panic);
         }
     }
 }
