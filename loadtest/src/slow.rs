@@ -40,6 +40,8 @@ const FILL_CHANNEL: &str = "fill";
 const FILL_BYTES: usize = 60_000;
 /// The kernel's buffers hold a few MiB.
 const MAX_FILL_EVENTS: u64 = 1_000;
+/// What the kernel takes of an event is counted long before this.
+const SOON: Duration = Duration::from_millis(500);
 /// GATEWAY_WRITE_TIMEOUT, GATEWAY_CLOSE_TIMEOUT, and what a busy machine gets on top.
 const UNTIL_ENDED: Duration = Duration::from_secs(10 + 3 + 7);
 /// Between two looks at the memory.
@@ -153,16 +155,34 @@ async fn stall(options: &Options, feed: &mut Feed, gateway: &Gateway, over: Dura
     Ok(Stall { delays, more_bytes: most.load(Ordering::Relaxed) - bytes_before, n_ended, n_sockets_kept })
 }
 
-/// Publishes to the stalled until something waits for them in the gateway: from then on every event
-/// that they hear does.
+/// Publishes to the stalled until an event reaches none of their sockets: from then on all that they
+/// hear waits in the gateway. (The gauge of what waits is a second old: it would tell when their
+/// outboxes have overflowed already.)
 async fn fill(feed: &mut Feed, gateway: &Gateway) -> Result<(), String> {
     for seq in 0..MAX_FILL_EVENTS {
-        if Metrics::read(gateway.probes).await?.sum("gateway_outbox_bytes").unwrap_or(0.0) > 0.0 {
+        let before = delivered(gateway).await?;
+        feed.source.publish(&[Event { channel: FILL_CHANNEL, seq }], FILL_BYTES).await?;
+        if !rises(gateway, before).await? {
             return Ok(());
         }
-        feed.source.publish(&[Event { channel: FILL_CHANNEL, seq }], FILL_BYTES).await?;
     }
     Err("the kernel's buffers do not fill".to_owned())
+}
+
+async fn delivered(gateway: &Gateway) -> Result<f64, String> {
+    Ok(Metrics::read(gateway.probes).await?.sum("gateway_events_delivered_total").unwrap_or(0.0))
+}
+
+/// Is anything delivered soon? What was just published and fits is, in a millisecond.
+async fn rises(gateway: &Gateway, before: f64) -> Result<bool, String> {
+    let until = Instant::now() + SOON;
+    while delivered(gateway).await? <= before {
+        if Instant::now() >= until {
+            return Ok(false);
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    Ok(true)
 }
 
 /// Keeps the most memory that a process ever had.
