@@ -1,8 +1,8 @@
 //! The loop of every open stream, WebSocket and SSE alike: one small future a session owns the
 //! bare socket, feeds what it reads to the session and writes what waits in the outbox, all of it
 //! in one vectored write. Live events that nothing waits before do not come by here: the hub writes
-//! them itself, by the outlet that it is lent. Decides nothing about the session: `hub` does; only how a socket is
-//! ended properly stands here.
+//! them itself, by the outlet that it is lent. Decides nothing about the session: `hub` does; only
+//! how a socket is ended properly stands here.
 //!
 //! Nothing is read before there is something to read, into a scratch buffer of the thread; nothing
 //! is allocated while a session is idle; there is no timer here (the hub's wheel wakes the session

@@ -433,7 +433,7 @@ impl Balancer {
 
     fn left_in_interval(&mut self, now: Instant, own: &Own) -> usize {
         // A second is woken a little early or late. What was ordered a whole interval of seconds ago is
-        // over, and does not count once more for want of a millisecond (13 % of the moves, measured).
+        // over, and does not count once more for want of a millisecond (12 % of the moves, measured).
         let over = self.config.interval.saturating_sub(HALF_A_SECOND);
         while self.ordered.front().is_some_and(|(at, _)| now.saturating_duration_since(*at) >= over) {
             self.ordered.pop_front();

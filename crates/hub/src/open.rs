@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -53,8 +54,9 @@ impl Open {
     /// Events whose last byte went to the kernel; the id of the newest measures the delivery.
     pub fn delivered(&self, n: u64, newest: Option<EventId>) {
         self.hub.metrics.delivered(self.session.info.wire, n);
-        if let Some(age) = newest.map(|id| self.hub.age_of(id)).filter(|age| self.session.was_open_for(*age)) {
-            self.hub.metrics.delivery_seconds(age.as_secs_f64());
+        let was_live = |age: &Duration| self.session.was_open_for(*age, Instant::now());
+        if let Some(age) = newest.map(|id| self.hub.age_of(id)).filter(was_live) {
+            self.hub.metrics.delivery_seconds(age.as_secs_f64(), 1);
         }
     }
 

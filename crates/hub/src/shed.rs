@@ -137,8 +137,8 @@ impl Shedder {
             Recycling::Extend => Short::Yes,
             Recycling::AsDrawn => Short::No,
         });
-        // A node that is filled hurries too: were its reports older than the donors', the total would seem smaller than
-        // it is, and they would give away what nobody misses.
+        // A node that is filled hurries too: were its reports older than the donors', the total would
+        // seem smaller than it is, and they would give away what nobody misses.
         let is_hurried = self.mode == ShedMode::On && orders.is_eventful;
         hub.fleet.hurry(if is_hurried { Pace::Hurried } else { Pace::Usual });
         if orders.state != State::Shedding {

@@ -317,13 +317,8 @@ impl Metrics {
 
     /// Seconds from publish to socket write. Takes a short lock: observe once a write, not once
     /// an event.
-    pub fn delivery_seconds(&self, seconds: f64) {
-        self.delivery.observe(seconds);
-    }
-
-    /// As `delivery_seconds`, for `n` writes at once.
-    pub fn deliveries_seconds(&self, seconds: f64, n: usize) {
-        (0..n).for_each(|_| self.delivery.observe(seconds));
+    pub fn delivery_seconds(&self, seconds: f64, n_writes: usize) {
+        (0..n_writes).for_each(|_| self.delivery.observe(seconds));
     }
 
     /// Seconds that an admission took from its head to the decision.

@@ -1,7 +1,7 @@
 //! One run of events to everybody who hears its channel. Decides who writes, and how many threads
-//! take part: what nothing waits before is written on the spot, for a woken task costs more than all
-//! else that is ours in a delivery (measured: 2 to 3 us beside a write of 10); a large channel's
-//! listeners are shared out to all workers, and the run is over when all have done theirs.
+//! take part: what nothing waits before is written on the spot, for to wake a task costs more than all
+//! else that is ours in a delivery (measured: 1.4 us of 3.3 beside a write of 14 on a large channel, 6
+//! of 34 in all where each channel has one listener); a large channel's listeners are shared out to all workers, and the run is over when all have done theirs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ use crate::session::{Offer, Rest, Route};
 pub(super) const CHUNK: usize = 128;
 /// With so much waiting in the link one thread cannot keep up with many small channels: their
 /// sessions' drivers write, on all threads.
-const FAR_BEHIND: usize = 512;
+pub(super) const FAR_BEHIND: usize = 512;
 
 /// Who writes, with so much waiting behind the next event.
 pub(super) fn route(hub: &Hub, n_waiting: usize) -> Route {
@@ -96,7 +96,7 @@ impl Work {
             let offered = session.offer(&self.run, sub, &how);
             if offered.n_written > 0 {
                 n_written[session.info.wire as usize] += offered.n_written as u64;
-                n_in_time += usize::from(age.is_some_and(|age| how.now >= session.info.opened_at + age));
+                n_in_time += usize::from(age.is_some_and(|age| session.was_open_for(age, how.now)));
             }
             if offered.rest == Rest::Overflowed {
                 self.hub.end(&session, CloseReason::Slow);
@@ -107,7 +107,7 @@ impl Work {
         }
         if let (Some(id), 1..) = (newest, n_in_time) {
             // All at their last one's time: a few of a thousandth of a second too much.
-            self.hub.metrics.deliveries_seconds(self.hub.age_of(id).as_secs_f64(), n_in_time);
+            self.hub.metrics.delivery_seconds(self.hub.age_of(id).as_secs_f64(), n_in_time);
         }
     }
 }

@@ -68,6 +68,20 @@ async fn a_large_fan_out_gives_others_their_turns_and_a_newcomer_is_live_before_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn drivers_write_where_the_link_is_far_behind_and_there_are_threads_for_it() {
+    let node = Testing::new(0).node("n").await;
+    let route = |n_waiting| spread::route(&node.hub, n_waiting);
+    assert_eq!([0, spread::FAR_BEHIND].map(route), [Route::AtOnce; 2]);
+    assert_eq!(route(spread::FAR_BEHIND + 1), Route::Driver);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_only_worker_writes_itself_however_much_waits() {
+    let node = Testing::new(0).node("n").await;
+    assert_eq!(spread::route(&node.hub, 100 * spread::FAR_BEHIND), Route::AtOnce);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn a_crowd_that_all_workers_write_to_has_everything_once_and_in_order() {
     const CROWD: usize = 40 * spread::CHUNK + 1;
     const EVENTS: usize = 60;

@@ -1,8 +1,9 @@
 use crate::channel::Channel;
-use crate::event::Event;
+use crate::event::{Event, Run};
 use crate::hub::Open;
 use crate::testing::{Kernel, Node, Testing, identity, items, settle, until};
 
+use super::offer::{MAX_HELD_BYTES, Offered};
 use super::*;
 
 const fn secs(n: u64) -> Duration {
