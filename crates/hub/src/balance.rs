@@ -90,6 +90,9 @@ pub struct View {
     pub nodes: Vec<Seen>,
     /// Reports that are there and that this version cannot read.
     pub n_unreadable: usize,
+    /// When the log was born, by the backplane's clock, in ms since 1970; `None`: not known. Another
+    /// birth is another log: the old one is lost, and with it what the nodes had reported.
+    pub birth_ms: Option<u64>,
     /// When the reports were read last with success. A new instant is a new reading.
     pub read_at: Option<Instant>,
     /// Since when the backplane fails: the last report or reading did, or a link is known to be

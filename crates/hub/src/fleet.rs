@@ -478,7 +478,14 @@ impl Hub {
             }
         }
         let is_held = snapshot.hold().is_some();
-        View { nodes, n_unreadable, read_at: Some(snapshot.read_at), failing_since, is_held }
+        View {
+            nodes,
+            n_unreadable,
+            birth_ms: Some(snapshot.birth_ms),
+            read_at: Some(snapshot.read_at),
+            failing_since,
+            is_held,
+        }
     }
 
     /// Could this cursor come from an earlier session on this log: does it lie between the log's

@@ -13,8 +13,8 @@ use super::{BalanceConfig, Own, Seen, ShedSuspension, View, Warning};
 use crate::clock::Dice;
 use crate::handle::Phase;
 
-/// After a node left, or two versions were seen: longer than an orchestrator takes from one node
-/// of a rolling deploy to the next.
+/// After a node left, the backplane lost its memory, or two versions were seen: longer than an
+/// orchestrator takes from one node of a rolling deploy to the next.
 const SETTLE: Duration = Duration::from_secs(60);
 
 /// The total is watched over this time; it also has to be known for so long.
@@ -58,6 +58,7 @@ pub(super) struct Calm {
     /// Name and boot of every node seen, and whether it served.
     members: BTreeMap<(Arc<str>, Arc<str>), bool>,
     left_at: Option<Instant>,
+    birth_ms: Option<u64>,
     totals: VecDeque<Total>,
     known: VecDeque<(Instant, usize)>,
     began_at: Option<Instant>,
@@ -92,6 +93,7 @@ impl Calm {
             dice,
             members: BTreeMap::new(),
             left_at: None,
+            birth_ms: None,
             totals: VecDeque::new(),
             known: VecDeque::new(),
             began_at: None,
@@ -114,6 +116,7 @@ impl Calm {
         self.began_at.get_or_insert(now);
         let fresh: Vec<&Seen> = view.nodes.iter().filter(|seen| is_fresh(seen, config)).collect();
         let has_changed = self.membership(now, &fresh, config);
+        self.memory(now, view);
         self.versions(now, &fresh);
         let is_draining = fresh.iter().any(|seen| matches!(seen.phase, Some(Phase::Draining | Phase::Stopped)));
         let is_stale = self.is_stale(now, view, node, config);
@@ -146,6 +149,15 @@ impl Calm {
         let has_changed = self.members != members;
         self.members = members;
         has_changed
+    }
+
+    /// A log that is new has forgotten every report. Most nodes miss somebody's in their next reading,
+    /// but whoever reports last finds all of them again; so all go by the log itself.
+    fn memory(&mut self, now: Instant, view: &View) {
+        if view.birth_ms != self.birth_ms && self.birth_ms.is_some() {
+            self.left_at = Some(now);
+        }
+        self.birth_ms = view.birth_ms.or(self.birth_ms);
     }
 
     fn versions(&mut self, now: Instant, fresh: &[&Seen]) {

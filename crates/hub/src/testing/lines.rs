@@ -2,12 +2,12 @@
 //! key=value …`, for as long as the guard lives.
 
 use std::fmt::{Debug, Write as _};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
-use tracing::subscriber::DefaultGuard;
-use tracing::{Event, Level, Metadata, Subscriber};
+use tracing::subscriber::{DefaultGuard, NoSubscriber};
+use tracing::{Dispatch, Event, Level, Metadata, Subscriber};
 
 /// The lines so far.
 pub(crate) struct Lines {
@@ -18,6 +18,10 @@ pub(crate) struct Lines {
 impl Lines {
     /// Listens from now on.
     pub fn listen() -> Self {
+        // While one listener is all there is, a line that another test's thread, which has none, comes
+        // to first is taken to be of interest to nobody, for good. A second one keeps `tracing` from that.
+        static COMPANY: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSubscriber::default()));
+        LazyLock::force(&COMPANY);
         let lines = Arc::<Mutex<Vec<String>>>::default();
         let guard = tracing::subscriber::set_default(Listener(lines.clone()));
         Self { lines, _guard: guard }

@@ -409,6 +409,22 @@ fn every_reason_to_wait_lasts_as_long_as_it_should() {
 }
 
 #[test]
+fn a_log_that_is_new_stops_it_for_60_s_even_where_all_reports_are_there_again() {
+    let mut first = First::of(uneven());
+    assert_eq!(first.tick(1).state, State::Shedding);
+    let n = first.n_shed;
+    first.view.birth_ms = Some(1);
+    first.tick(5);
+    assert!(first.n_shed > n, "the first that is known of is not another one");
+    let n = first.n_shed;
+    first.view.birth_ms = Some(2);
+    assert_eq!(first.tick(1).state, State::Suspended(vec![ShedSuspension::Unsettled]));
+    first.tick(50);
+    assert_eq!(first.n_shed, n);
+    assert_eq!(first.says_for(ShedSuspension::Unsettled), 10);
+}
+
+#[test]
 fn what_stays_below_the_bounds_is_no_reason_to_wait() {
     let changes: [fn(&mut View); 4] = [
         |v| (v.nodes[1].n_refused, v.nodes[1].n_opened) = (1, 99),

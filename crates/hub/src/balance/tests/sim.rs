@@ -461,6 +461,7 @@ impl Node {
         View {
             nodes: self.read.iter().map(aged).filter(|seen| seen.age < TTL).collect(),
             n_unreadable: 0,
+            birth_ms: Some(1),
             read_at: self.read_at,
             failing_since: self.failing_since,
             is_held,
