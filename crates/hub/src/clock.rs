@@ -1,7 +1,10 @@
 //! Time and chance, the only two outside things the hub knows. Decides nothing; it makes what
-//! depends on them repeatable in a test. Monotonic time is `tokio::time::Instant` everywhere.
+//! depends on them repeatable in a test. Monotonic time is `tokio::time::Instant` everywhere; where
+//! thousands are kept it is a `Moment`, which is the same in less room.
 
-use std::sync::{Arc, Mutex};
+use std::num::NonZeroU64;
+use std::ops::Add;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rand::rngs::StdRng;
@@ -40,6 +43,58 @@ impl Clock {
     }
 }
 
+/// A point in time as sessions keep it: 8 bytes, as an `Option` too, where an `Instant` takes 16. Exact
+/// to the nanosecond: an instant comes back from it as it went in.
+///
+/// It counts from a day before the process first asked. So it holds every instant of every runtime of
+/// the process, paused clocks included, for they begin at the real time and only move on; and
+/// those that lie up to a day before that, where the machine's clock reaches so far back. Whatever is
+/// earlier is the first moment, and what is more than 584 years later the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Moment(NonZeroU64);
+
+impl Moment {
+    /// The time from `earlier` to this; zero where that is later.
+    pub fn since(self, earlier: Moment) -> Duration {
+        Duration::from_nanos(self.0.get().saturating_sub(earlier.0.get()))
+    }
+}
+
+impl From<Instant> for Moment {
+    fn from(at: Instant) -> Self {
+        let since = at.saturating_duration_since(epoch()).as_nanos();
+        Self(NonZeroU64::new(u64::try_from(since).unwrap_or(u64::MAX)).unwrap_or(NonZeroU64::MIN))
+    }
+}
+
+impl From<Moment> for Instant {
+    fn from(at: Moment) -> Self {
+        epoch() + Duration::from_nanos(at.0.get())
+    }
+}
+
+impl Add<Duration> for Moment {
+    type Output = Self;
+
+    fn add(self, span: Duration) -> Self {
+        Self(self.0.saturating_add(u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)))
+    }
+}
+
+/// What moments count from. Of the real clock: a paused one may have been moved on by years when it is
+/// asked first, and would put the instants of all others before the beginning.
+fn epoch() -> Instant {
+    static EPOCH: OnceLock<Instant> = OnceLock::new();
+    *EPOCH.get_or_init(|| {
+        const HOUR: Duration = Duration::from_secs(3_600);
+        #[allow(clippy::disallowed_methods)]
+        let now = std::time::Instant::now();
+        // Some systems' clocks begin when the machine does.
+        let earlier = [24 * HOUR, HOUR, HOUR / 60].into_iter().find_map(|span| now.checked_sub(span));
+        Instant::from_std(earlier.unwrap_or(now))
+    })
+}
+
 /// The one source of jitter. Cheap to clone; all clones draw from one seeded generator.
 #[derive(Clone)]
 pub struct Dice(Arc<Mutex<StdRng>>);
@@ -69,5 +124,55 @@ impl Dice {
 impl std::fmt::Debug for Dice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Dice")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_instant_comes_back_from_a_moment_as_it_went_in_and_the_two_agree_on_time() {
+        let now = Instant::now();
+        let years = 50 * 365 * Duration::from_secs(86_400);
+        let spans = [0, 1, 999_999_999, 1_000_000_001].map(Duration::from_nanos).into_iter().chain([years]);
+        for span in spans {
+            tokio::time::advance(span.min(Duration::from_secs(1))).await;
+            let later = now + span;
+            assert_eq!(Instant::from(Moment::from(later)), later);
+            assert_eq!(Moment::from(now) + span, Moment::from(later));
+            assert_eq!(Moment::from(later).since(Moment::from(now)), span);
+            assert_eq!(Moment::from(now).since(Moment::from(later)), Duration::ZERO);
+        }
+        let earlier = now.checked_sub(Duration::from_secs(50)).unwrap();
+        assert_eq!(Instant::from(Moment::from(earlier)), earlier);
+        assert!(Moment::from(earlier) < Moment::from(now));
+    }
+
+    #[test]
+    fn clocks_that_were_moved_on_by_years_and_those_that_were_not_tell_the_same_moments() {
+        let runtime =
+            || tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let moved = runtime().block_on(async {
+            tokio::time::advance(Duration::from_secs(100_000_000)).await;
+            let now = Instant::now();
+            assert_eq!(Instant::from(Moment::from(now)), now);
+            Moment::from(now)
+        });
+        runtime().block_on(async {
+            let now = Instant::now();
+            assert_eq!(Instant::from(Moment::from(now)), now);
+            assert!(Moment::from(now) < moved);
+        });
+    }
+
+    #[test]
+    fn what_is_beyond_either_end_stays_there() {
+        let (first, last) = (Moment(NonZeroU64::MIN), Moment(NonZeroU64::MAX));
+        assert_eq!(last + Duration::from_nanos(1), last);
+        assert_eq!(first + Duration::MAX, last);
+        assert_eq!(last.since(first), Duration::from_nanos(u64::MAX - 1));
+        assert_eq!(Moment::from(epoch()), first);
+        assert_eq!(size_of::<Option<Moment>>(), 8);
     }
 }

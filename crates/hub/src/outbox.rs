@@ -1,8 +1,8 @@
 //! What waits for one client. Decides how bytes are counted and in which order they leave; the
 //! cap is the session's, the socket is the edge's.
 //!
-//! An outbox holds pointers to shared events. It allocates only while more than one item waits:
-//! the first place is inline. A woken driver takes everything at once (`Outbox::take`) and writes
+//! An outbox holds pointers to shared events. It allocates only while more than one item waits: a
+//! single one has its place in it. A woken driver takes everything at once (`Outbox::take`) and writes
 //! it with vectored writes; bytes count until the kernel has them.
 
 use std::collections::VecDeque;
@@ -30,11 +30,17 @@ pub trait Outlet: Send + Sync {
 pub enum Item {
     /// A live event, encoded once for all who hear it.
     Event(Arc<Encoded>),
-    /// Bytes of this session only, framed for its wire.
-    Own(Bytes),
+    /// Bytes of this session only, framed for its wire. Boxed: they are few, and every session has room
+    /// for an item.
+    Own(Box<Bytes>),
 }
 
 impl Item {
+    /// Of this session only.
+    pub fn own(framed: Bytes) -> Self {
+        Item::Own(Box::new(framed))
+    }
+
     /// Its bytes for the socket.
     pub fn on(&self, wire: Wire) -> &Bytes {
         match self {
@@ -44,41 +50,69 @@ impl Item {
     }
 }
 
-/// A queue of items with an inline first place.
+/// A queue of items. 16 bytes: every idle session has two.
 #[derive(Debug, Default)]
-struct Queue {
-    first: Option<Item>,
-    // 8 bytes instead of 32 in every idle session, twice.
+enum Queue {
+    #[default]
+    Empty,
+    One(Item),
+    /// At least one.
     #[expect(clippy::box_collection, reason = "an idle session holds the pointer only")]
-    rest: Option<Box<VecDeque<Item>>>,
+    Many(Box<VecDeque<Item>>),
 }
 
 impl Queue {
     fn push(&mut self, item: Item) {
-        match (&self.first, &mut self.rest) {
-            (None, None) => self.first = Some(item),
-            (_, Some(rest)) => rest.push_back(item),
-            (_, rest @ None) => *rest = Some(Box::new(VecDeque::from([item]))),
-        }
+        *self = match std::mem::take(self) {
+            Queue::Empty => Queue::One(item),
+            Queue::One(first) => Queue::Many(Box::new(VecDeque::from([first, item]))),
+            Queue::Many(mut items) => {
+                items.push_back(item);
+                Queue::Many(items)
+            }
+        };
+    }
+
+    fn push_front(&mut self, item: Item) {
+        *self = match std::mem::take(self) {
+            Queue::Empty => Queue::One(item),
+            Queue::One(second) => Queue::Many(Box::new(VecDeque::from([item, second]))),
+            Queue::Many(mut items) => {
+                items.push_front(item);
+                Queue::Many(items)
+            }
+        };
     }
 
     fn pop(&mut self) -> Option<Item> {
-        let popped = self.first.take();
-        if let Some(rest) = &mut self.rest {
-            self.first = rest.pop_front();
-            if rest.is_empty() {
-                self.rest = None;
+        match std::mem::take(self) {
+            Queue::Empty => None,
+            Queue::One(item) => Some(item),
+            Queue::Many(mut items) => {
+                let popped = items.pop_front();
+                if !items.is_empty() {
+                    *self = Queue::Many(items);
+                }
+                popped
             }
         }
-        popped
     }
 
     fn is_empty(&self) -> bool {
-        self.first.is_none()
+        matches!(self, Queue::Empty)
+    }
+
+    fn first(&self) -> Option<&Item> {
+        self.iter().next()
     }
 
     fn iter(&self) -> impl Iterator<Item = &Item> {
-        self.first.iter().chain(self.rest.iter().flat_map(|rest| rest.iter()))
+        let (one, many) = match self {
+            Queue::Empty => (None, None),
+            Queue::One(item) => (Some(item), None),
+            Queue::Many(items) => (None, Some(items.iter())),
+        };
+        one.into_iter().chain(many.into_iter().flatten())
     }
 }
 
@@ -128,9 +162,7 @@ impl Outbox {
     pub fn take_behind(&mut self, head: Bytes) -> Batch {
         self.bytes += head.len();
         let mut batch = self.take();
-        if let Some(first) = batch.queue.first.replace(Item::Own(head)) {
-            batch.queue.rest.get_or_insert_default().push_front(first);
-        }
+        batch.queue.push_front(Item::own(head));
         batch
     }
 
@@ -177,7 +209,7 @@ impl Batch {
     /// The kernel took `n` bytes; `done` sees every item that is now wholly written.
     pub fn advance(&mut self, wire: Wire, n: usize, mut done: impl FnMut(&Item)) {
         let mut left = self.offset + n;
-        while let Some(item) = &self.queue.first {
+        while let Some(item) = self.queue.first() {
             let length = item.on(wire).len();
             if left < length {
                 break;
@@ -194,7 +226,7 @@ impl Batch {
     pub fn discard_unbegun(&mut self, wire: Wire) -> usize {
         let begun = if self.offset > 0 { self.queue.pop() } else { None };
         let n = self.queue.iter().map(|item| item.on(wire).len()).sum();
-        self.queue = Queue { first: begun, rest: None };
+        self.queue = begun.map_or(Queue::Empty, Queue::One);
         n
     }
 }
@@ -204,7 +236,7 @@ mod tests {
     use super::*;
 
     fn own(text: &'static str) -> Item {
-        Item::Own(Bytes::from_static(text.as_bytes()))
+        Item::own(Bytes::from_static(text.as_bytes()))
     }
 
     fn rest(batch: &Batch) -> String {
@@ -273,11 +305,11 @@ mod tests {
     fn one_waiting_item_allocates_nothing_and_an_empty_outbox_keeps_nothing() {
         let mut outbox = Outbox::default();
         outbox.push(own("x"), Wire::Ws);
-        assert!(outbox.queue.rest.is_none());
+        assert!(matches!(outbox.queue, Queue::One(_)));
         outbox.push(own("y"), Wire::Ws);
-        assert!(outbox.queue.rest.is_some());
+        assert!(matches!(outbox.queue, Queue::Many(_)));
         let mut batch = outbox.take();
         batch.advance(Wire::Ws, 2, |_| {});
-        assert!(batch.queue.rest.is_none() && outbox.queue.rest.is_none());
+        assert!(matches!((&batch.queue, &outbox.queue), (Queue::Empty, Queue::Empty)));
     }
 }

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use crate::auth::Identity;
 use crate::balance::pick::Candidate;
 use crate::channel::Channel;
-use crate::clock::Dice;
+use crate::clock::{Dice, Moment};
 use crate::close::{CloseReason, PlannedCodes};
 use crate::cursor::EventId;
 use crate::event::{Encoded, LAST_CHUNK, Wire, frame};
@@ -123,59 +123,72 @@ pub(crate) struct Sub {
     pub pending: Option<Box<Held>>,
 }
 
-struct Ending {
-    reason: CloseReason,
-    close_by: Instant,
+/// Whether it is to end, beside its age's and its token's end.
+enum Exit {
+    /// Nobody asked it to.
+    None,
+    /// It was asked to leave then.
+    Asked(Moment, CloseReason),
+    /// It does, and is cut then.
+    Ending(CloseReason, Moment),
+}
+
+/// Why the end of its age may not be its end yet. Few have one.
+#[derive(Default)]
+struct PutOff {
+    /// The client asked not to be moved until then.
+    busy_until: Option<Moment>,
+    /// By how much the end of its age was put off, extensions aside.
+    postponed: Duration,
+    is_extended: bool,
 }
 
 /// In this order: what a delivery touches comes first and stands together. Cache misses are most of
-/// what is ours in a delivery to one of thousands of sessions (profiled).
+/// what is ours in a delivery to one of thousands of sessions (profiled). A node has tens of thousands
+/// of these, so what is seldom there stands behind a pointer, and no field leaves a hole.
 #[repr(C)]
 pub(crate) struct State {
     pub stage: Stage,
+    /// The driver must throw away what it has not begun to write.
+    discard: bool,
+    has_written: bool,
+    is_cut: bool,
+    /// Tokens sent in the session so far, and which of them is in force: their checks may end in
+    /// another order than they began, and the last one counts.
+    pub n_auths: u32,
     /// Where what nothing waits before goes at once; lent by the driver.
     outlet: Option<Arc<dyn Outlet>>,
     pub subs: Vec<Option<Sub>>,
     /// Every logged event ≤ this on the session's channels has been queued or lies before its
     /// cursor. `ZERO` until history was read.
     pub position: EventId,
-    id_sent_at: Instant,
-    /// Of the last event, with an id or without; a position is none.
-    event_at: Instant,
+    id_sent_at: Moment,
+    /// The last event, with an id or without, or message in either direction; a position is none.
+    active_at: Moment,
     pub outbox: Outbox,
+    blocked_since: Option<Moment>,
+    // From here on: not touched by a delivery.
     pub held: Option<Box<Held>>,
     pub identity: Arc<Identity>,
-    /// Tokens sent in the session so far, and which of them is in force: their checks may end in
-    /// another order than they began, and the last one counts.
-    pub n_auths: u32,
     pub auth_in_force: u32,
+    /// How the cursor was honoured, once `ready` is out.
+    pub resumed: Option<Resume>,
     /// What the client asked for and has not got yet.
     pub asks: Option<Box<Asks>>,
     /// Told whenever the outbox drained, the stage changed or the session ended; exists only while
     /// somebody reads history for this session.
     progress: Option<Arc<Notify>>,
-    ending: Option<Ending>,
-    is_cut: bool,
-    /// The driver must throw away what it has not begun to write.
-    discard: bool,
-    age_at: Option<Instant>,
-    token_at: Option<Instant>,
-    expiring_at: Option<Instant>,
-    ask: Option<(Instant, CloseReason)>,
-    busy_until: Option<Instant>,
-    /// By how much the end of its age was put off.
-    postponed_ms: u32,
-    is_extended: bool,
-    next_beat: Instant,
-    alive_by: Option<Instant>,
-    blocked_since: Option<Instant>,
-    has_written: bool,
-    message_tokens: f64,
-    message_at: Instant,
+    exit: Exit,
+    age_at: Option<Moment>,
+    token_at: Option<Moment>,
+    expiring_at: Option<Moment>,
+    put_off: Option<Box<PutOff>>,
+    next_beat: Moment,
+    alive_by: Option<Moment>,
+    /// When the client may send a whole burst again; later than a burst takes: it has sent too much.
+    burst_at: Moment,
     /// The wheel's tick at which this session is looked at next.
     pub scheduled: Tick,
-    /// How the cursor was honoured, once `ready` is out.
-    pub resumed: Option<Resume>,
     /// Held until the session's end, so that the books balance whatever is cancelled where.
     pub seat: Option<Seat>,
     /// Its place among its user's sessions, where those are limited: given back as soon as the
@@ -216,39 +229,37 @@ impl Session {
             Admission::Standard => Stage::Opening,
             Admission::Raw => Stage::Raw,
         };
+        // The first beat is drawn, so that a crowd that came together does not beat together.
+        let next_beat = (now + dice.between(config.heartbeat / 2, config.heartbeat)).into();
+        let now = now.into();
         let state = State {
             stage,
-            position: EventId::ZERO,
-            outbox: Outbox::default(),
-            outlet: None,
-            held: (stage == Stage::Opening).then(|| Box::new(Held::new())),
-            subs: Vec::new(),
-            identity: info.identity.clone(),
+            discard: false,
+            has_written: false,
+            is_cut: false,
             n_auths: 0,
+            outlet: None,
+            subs: Vec::new(),
+            position: EventId::ZERO,
+            id_sent_at: now,
+            active_at: now,
+            outbox: Outbox::default(),
+            blocked_since: None,
+            held: (stage == Stage::Opening).then(|| Box::new(Held::new())),
+            identity: info.identity.clone(),
             auth_in_force: 0,
+            resumed: None,
             asks: None,
             progress: None,
-            ending: None,
-            is_cut: false,
-            discard: false,
-            age_at: deadlines.age_at,
-            token_at: deadlines.token_at,
-            expiring_at: deadlines.expiring_at,
-            ask: None,
-            busy_until: None,
-            postponed_ms: 0,
-            is_extended: false,
-            // The first beat is drawn, so that a crowd that came together does not beat together.
-            next_beat: now + dice.between(config.heartbeat / 2, config.heartbeat),
+            exit: Exit::None,
+            age_at: deadlines.age_at.map(Moment::from),
+            token_at: deadlines.token_at.map(Moment::from),
+            expiring_at: deadlines.expiring_at.map(Moment::from),
+            put_off: None,
+            next_beat,
             alive_by: None,
-            blocked_since: None,
-            has_written: false,
-            id_sent_at: now,
-            event_at: now,
-            message_tokens: config.client_burst,
-            message_at: now,
+            burst_at: now,
             scheduled: Tick::MAX,
-            resumed: None,
             seat,
             place: None,
         };
@@ -309,9 +320,9 @@ impl Session {
         if batch.is_empty() && !state.outbox.is_empty() {
             *batch = state.outbox.take();
         }
-        match state.ending {
-            Some(_) => Attention::Close,
-            None => Attention::Serve,
+        match state.exit {
+            Exit::Ending(..) => Attention::Close,
+            Exit::None | Exit::Asked(..) => Attention::Serve,
         }
     }
 
@@ -324,8 +335,8 @@ impl Session {
         let began = is_blocked && (n > 0 || state.blocked_since.is_none());
         state.blocked_since = match (is_blocked, n) {
             (false, _) => None,
-            (true, 0) => state.blocked_since.or(Some(now)),
-            (true, _) => Some(now),
+            (true, 0) => state.blocked_since.or(Some(now.into())),
+            (true, _) => Some(now.into()),
         };
         if n > 0 && state.outbox.bytes() == 0 {
             state.tell_progress();
@@ -342,7 +353,7 @@ impl Session {
     /// see `is_overfull`.
     pub fn send(&self, framed: bytes::Bytes) {
         let mut state = self.lock();
-        if state.ending.is_none() {
+        if state.ending().is_none() {
             state.push_own(framed, self.info.wire);
         }
         drop(state);
@@ -369,7 +380,7 @@ impl Session {
     /// The client closed (WebSocket): echo its code, then end.
     pub fn client_closed(&self, code: Option<u16>, config: &SessionConfig) {
         let mut state = self.lock();
-        if state.ending.is_some() {
+        if state.ending().is_some() {
             return;
         }
         let payload = code.map(u16::to_be_bytes);
@@ -387,7 +398,7 @@ impl Session {
 
     /// Why it ended or is ending.
     pub fn ending(&self) -> Option<CloseReason> {
-        self.lock().ending.as_ref().map(|e| e.reason)
+        self.lock().ending()
     }
 
     // ---- the wheel's side
@@ -402,7 +413,7 @@ impl Session {
         dice: &Dice,
         aged: impl FnOnce(&Aged) -> Verdict,
     ) -> Instant {
-        let due = self.lock().due(now, &self.info, config);
+        let due = self.lock().due(now.into(), &self.info, config);
         match due {
             Some(Due::Cut(reason)) => {
                 self.lock().cut(reason);
@@ -417,15 +428,15 @@ impl Session {
                 }
                 put_off => {
                     self.lock().aged(put_off);
-                    self.beat(now, node, config);
+                    self.beat(now.into(), node, config);
                 }
             },
-            None => self.beat(now, node, config),
+            None => self.beat(now.into(), node, config),
         }
-        self.lock().next_due(now, config)
+        self.next_due(now, config)
     }
 
-    fn beat(&self, now: Instant, node: EventId, config: &SessionConfig) {
+    fn beat(&self, now: Moment, node: EventId, config: &SessionConfig) {
         let mut state = self.lock();
         if state.on_beat(now, &self.info, node, config) {
             drop(state);
@@ -440,7 +451,7 @@ impl Session {
 
     /// When the session must be looked at next.
     pub(crate) fn next_due(&self, now: Instant, config: &SessionConfig) -> Instant {
-        self.lock().next_due(now, config)
+        self.lock().next_due(now.into(), config).into()
     }
 
     /// Waits until `done` says so; returns at once where it does.
@@ -471,19 +482,19 @@ enum Due {
 impl State {
     pub fn push_own(&mut self, framed: bytes::Bytes, wire: Wire) {
         if self.stage != Stage::Gone {
-            self.outbox.push(Item::Own(framed), wire);
+            self.outbox.push(Item::own(framed), wire);
         }
     }
 
     /// Queues an event with an id, or an ephemeral one, whatever the cap says (replay).
-    pub fn push_event(&mut self, event: Arc<Encoded>, wire: Wire, now: Instant) {
-        self.note_event(&event, now);
+    pub fn push_event(&mut self, event: Arc<Encoded>, wire: Wire, now: impl Into<Moment>) {
+        self.note_event(&event, now.into());
         self.outbox.push(Item::Event(event), wire);
     }
 
     /// The event is queued, or with the kernel.
-    fn note_event(&mut self, event: &Encoded, now: Instant) {
-        self.event_at = now;
+    fn note_event(&mut self, event: &Encoded, now: Moment) {
+        self.active_at = now;
         if let Some(id) = event.event.id {
             self.position = self.position.max(id);
             self.id_sent_at = now;
@@ -491,7 +502,14 @@ impl State {
     }
 
     pub fn is_over(&self) -> bool {
-        self.ending.is_some() || self.stage == Stage::Gone
+        matches!(self.exit, Exit::Ending(..)) || self.stage == Stage::Gone
+    }
+
+    fn ending(&self) -> Option<CloseReason> {
+        match self.exit {
+            Exit::Ending(reason, _) => Some(reason),
+            Exit::None | Exit::Asked(..) => None,
+        }
     }
 
     /// The session's position: what every message that carries one says.
@@ -561,7 +579,7 @@ impl State {
     /// The one way into an ending, whatever the reason.
     fn close(&mut self, reason: CloseReason, close_by: Instant) {
         self.stage = Stage::Closing;
-        self.ending = Some(Ending { reason, close_by });
+        self.exit = Exit::Ending(reason, close_by.into());
         self.held = None;
         self.asks = None;
         self.place = None;
@@ -569,7 +587,7 @@ impl State {
     }
 
     fn cut(&mut self, reason: CloseReason) {
-        if self.ending.is_none() {
+        if self.ending().is_none() {
             self.close(reason, Instant::now());
         }
         self.is_cut = true;
@@ -580,7 +598,7 @@ impl State {
         if self.stage == Stage::Gone {
             return None;
         }
-        let reason = self.ending.as_ref().map_or(fallback, |e| e.reason);
+        let reason = self.ending().unwrap_or(fallback);
         self.close(reason, Instant::now());
         self.stage = Stage::Gone;
         self.seat = None;

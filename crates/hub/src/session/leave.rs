@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Due, Flood, SessionConfig, SessionInfo, Stage, State};
+use super::{Due, Exit, Flood, SessionConfig, SessionInfo, Stage, State};
 use crate::balance::pick::Candidate;
+use crate::clock::Moment;
 use crate::close::CloseReason;
 use crate::cursor::EventId;
 use crate::event::{Wire, frame, http_chunk};
@@ -22,33 +23,44 @@ impl State {
         if self.is_over() {
             return false;
         }
-        if self.ask.is_none_or(|(earlier, _)| at < earlier) {
-            self.ask = Some((at, reason));
+        let at = at.into();
+        if self.ask().is_none_or(|(earlier, _)| at < earlier) {
+            self.exit = Exit::Asked(at, reason);
         }
         true
     }
 
     /// The client asks not to be moved for a while; zero ends it.
     pub fn set_busy(&mut self, now: Instant, span: Duration) {
-        self.busy_until = (span > Duration::ZERO).then_some(now + span);
+        let busy_until = (span > Duration::ZERO).then(|| (now + span).into());
+        if busy_until.is_some() || self.put_off.is_some() {
+            self.put_off.get_or_insert_default().busy_until = busy_until;
+        }
     }
 
     /// A new token: its end replaces the old one's.
     pub fn set_token_end(&mut self, token_at: Option<Instant>, expiring_at: Option<Instant>) {
-        self.token_at = token_at;
-        self.expiring_at = expiring_at;
+        self.token_at = token_at.map(Moment::from);
+        self.expiring_at = expiring_at.map(Moment::from);
+    }
+
+    fn ask(&self) -> Option<(Moment, CloseReason)> {
+        match self.exit {
+            Exit::Asked(at, reason) => Some((at, reason)),
+            Exit::None | Exit::Ending(..) => None,
+        }
     }
 
     /// The one leave: the earliest of age, token and ask.
-    fn leave(&self) -> Option<(Instant, CloseReason)> {
+    fn leave(&self) -> Option<(Moment, CloseReason)> {
         let age = self.age_at.map(|at| (at, CloseReason::Recycle));
         let token = self.token_at.map(|at| (at, CloseReason::TokenExpired));
-        [age, token, self.ask].into_iter().flatten().min_by_key(|(at, _)| *at)
+        [age, token, self.ask()].into_iter().flatten().min_by_key(|(at, _)| *at)
     }
 
-    pub(super) fn due(&mut self, now: Instant, info: &SessionInfo, config: &SessionConfig) -> Option<Due> {
-        if let Some(ending) = &self.ending {
-            return (now >= ending.close_by).then_some(Due::Cut(ending.reason));
+    pub(super) fn due(&mut self, now: Moment, info: &SessionInfo, config: &SessionConfig) -> Option<Due> {
+        if let Exit::Ending(reason, close_by) = self.exit {
+            return (now >= close_by).then_some(Due::Cut(reason));
         }
         if self.alive_by.is_some_and(|by| now >= by) {
             return Some(Due::Cut(CloseReason::Unresponsive));
@@ -63,13 +75,20 @@ impl State {
         }
         match reason {
             // Its age alone ends it, and that can wait a little.
-            CloseReason::Recycle if self.age_at.is_some() && self.ask.is_none_or(|(ask, _)| ask > at) => {
-                let postponed = Duration::from_millis(u64::from(self.postponed_ms));
-                let (busy_until, is_extended) = (self.busy_until, self.is_extended);
-                Some(Due::Aged(Aged { opened_at: info.opened_at, busy_until, postponed, is_extended }))
+            CloseReason::Recycle if self.age_at.is_some() && self.ask().is_none_or(|(ask, _)| ask > at) => {
+                Some(Due::Aged(self.age(info)))
             }
             _ => Some(Due::Leave(reason)),
         }
+    }
+
+    fn age(&self, info: &SessionInfo) -> Aged {
+        let (postponed, is_extended) = self.put_off.as_ref().map_or_else(Default::default, |it| (it.postponed, it.is_extended));
+        Aged { opened_at: info.opened_at, busy_until: self.busy_until(), postponed, is_extended }
+    }
+
+    fn busy_until(&self) -> Option<Instant> {
+        Some(self.put_off.as_ref()?.busy_until?.into())
     }
 
     /// What was decided of its age.
@@ -77,12 +96,12 @@ impl State {
         match verdict {
             Verdict::Leave => {}
             Verdict::Postpone { to, postponed } => {
-                self.postponed_ms = u32::try_from(postponed.as_millis()).unwrap_or(u32::MAX);
-                self.age_at = Some(to);
+                self.put_off.get_or_insert_default().postponed = postponed;
+                self.age_at = Some(to.into());
             }
             Verdict::Extend(to) => {
-                self.is_extended = true;
-                self.age_at = Some(to);
+                self.put_off.get_or_insert_default().is_extended = true;
+                self.age_at = Some(to.into());
             }
         }
     }
@@ -91,15 +110,15 @@ impl State {
     pub(super) fn candidate(&self, opened_at: Instant) -> Option<Candidate> {
         (!self.is_over()).then_some(Candidate {
             opened_at,
-            idle_since: self.message_at.max(self.event_at),
-            busy_until: self.busy_until,
+            idle_since: self.active_at.into(),
+            busy_until: self.busy_until(),
             has_come_back: matches!(self.resumed, Some(Resume::Ok | Resume::Gap)),
-            recycle_at: self.age_at,
+            recycle_at: self.age_at.map(Instant::from),
         })
     }
 
     /// Beats, positions and warnings. Returns whether something was queued.
-    pub(super) fn on_beat(&mut self, now: Instant, info: &SessionInfo, node: EventId, config: &SessionConfig) -> bool {
+    pub(super) fn on_beat(&mut self, now: Moment, info: &SessionInfo, node: EventId, config: &SessionConfig) -> bool {
         if self.is_over() {
             return false;
         }
@@ -111,7 +130,7 @@ impl State {
         if self.expiring_at.is_some_and(|at| now >= at) {
             self.expiring_at = None;
             if let Some(at) = self.token_at {
-                let m = message::token_expiring(at.saturating_duration_since(now));
+                let m = message::token_expiring(at.since(now));
                 self.push_own(m.on(info.wire), info.wire);
             }
         }
@@ -123,7 +142,7 @@ impl State {
         self.outbox.bytes() > before
     }
 
-    fn beat(&mut self, info: &SessionInfo, now: Instant, config: &SessionConfig) {
+    fn beat(&mut self, info: &SessionInfo, now: Moment, config: &SessionConfig) {
         match info.wire {
             Wire::Ws => {
                 self.push_own(frame(0x9, b""), info.wire);
@@ -133,12 +152,12 @@ impl State {
         }
     }
 
-    pub(super) fn next_due(&self, now: Instant, config: &SessionConfig) -> Instant {
-        if let Some(ending) = &self.ending {
-            return ending.close_by;
+    pub(super) fn next_due(&self, now: Moment, config: &SessionConfig) -> Moment {
+        if let Exit::Ending(_, close_by) = self.exit {
+            return close_by;
         }
         let mut next = self.next_beat;
-        let mut sooner = |at: Option<Instant>| {
+        let mut sooner = |at: Option<Moment>| {
             if let Some(at) = at {
                 next = next.min(at);
             }
@@ -156,16 +175,18 @@ impl State {
     /// Takes `cost` messages from the client's bucket. `Err` says after how long there is room;
     /// the bucket may go a whole burst into debt before the session is ended.
     pub fn take_messages(&mut self, cost: f64, now: Instant, config: &SessionConfig) -> Result<(), Flood> {
-        let since = now.saturating_duration_since(self.message_at).as_secs_f64();
-        self.message_at = now;
-        self.message_tokens = (self.message_tokens + since * config.client_rate).min(config.client_burst);
-        self.message_tokens -= cost;
-        if self.message_tokens >= 0.0 {
-            return Ok(());
+        let now = Moment::from(now);
+        self.active_at = now;
+        let takes = |n_messages: f64| Duration::from_nanos((n_messages * 1e9 / config.client_rate) as u64);
+        let burst = takes(config.client_burst);
+        self.burst_at = self.burst_at.max(now) + takes(cost);
+        let short_of = self.burst_at.since(now);
+        if short_of <= burst {
+            Ok(())
+        } else if short_of <= 2 * burst {
+            Err(Flood::Over(short_of - burst))
+        } else {
+            Err(Flood::Far)
         }
-        if self.message_tokens < -config.client_burst {
-            return Err(Flood::Far);
-        }
-        Err(Flood::Over(Duration::from_secs_f64(-self.message_tokens / config.client_rate)))
     }
 }

@@ -172,7 +172,7 @@ impl State {
             if left == 0 {
                 break;
             }
-            self.note_event(event, now);
+            self.note_event(event, now.into());
             n_settled += 1;
             if left < length {
                 self.outbox.push_begun(Item::Event(event.clone()), wire, left);

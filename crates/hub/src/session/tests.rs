@@ -304,3 +304,70 @@ async fn who_answers_no_ping_is_cut_by_its_timeout_and_not_by_the_next_interval(
     tokio::time::sleep(secs(5)).await;
     assert_eq!(late_one.ending(), None);
 }
+
+/// The message rate as a count of messages that are left, in floating point.
+struct Count {
+    left: f64,
+    at: Instant,
+}
+
+impl Count {
+    fn take(&mut self, cost: f64, now: Instant, config: &SessionConfig) -> Result<(), Flood> {
+        let more = (now - self.at).as_secs_f64() * config.client_rate;
+        self.at = now;
+        self.left = (self.left + more).min(config.client_burst) - cost;
+        match self.left {
+            left if left >= 0.0 => Ok(()),
+            left if left < -config.client_burst => Err(Flood::Far),
+            left => Err(Flood::Over(Duration::from_secs_f64(-left / config.client_rate))),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_moment_of_the_next_burst_admits_what_a_count_of_messages_does() {
+    let node = Testing::new(0).node("n").await;
+    let dice = Dice::seeded(11);
+    for (rate, burst) in [(1.0, 1.0), (3.0, 7.0), (7.0, 50.0), (10.0, 50.0), (10.0, 5.0), (999.0, 20.0), (1e6, 30.0)] {
+        let open = live(&node, Wire::Ws).await;
+        let config = SessionConfig { client_rate: rate, client_burst: burst, ..node.hub.config.session.clone() };
+        let mut now = Instant::now() + secs(60);
+        let mut count = Count { left: burst, at: now };
+        let (mut n_taken, mut n_refused, mut n_far) = (0, 0, 0);
+        for i in 0..20_000 {
+            // Crowds, pauses about as long as a message takes, and rests that a burst fills up in.
+            let pause = match i % 64 {
+                0 => burst / rate * 3.0 * dice.unit(),
+                1..32 => 0.0,
+                _ => 4.0 / rate * dice.unit(),
+            };
+            // Who was far over the rate comes back later.
+            let away = if count.left < -burst { (3.0 * burst + 9.0) / rate } else { 0.0 };
+            now += Duration::from_secs_f64(pause + away);
+            let cost = if dice.unit() < 0.1 { 9.0 } else { 1.0 };
+            let (expected, taken) =
+                (count.take(cost, now, &config), open.session().lock().take_messages(cost, now, &config));
+            // Within a millionth of an edge the two may differ: one rounds there, or the other.
+            let is_at_an_edge = count.left.abs() < 1e-6 || (count.left + burst).abs() < 1e-6;
+            match (expected, taken) {
+                (Err(Flood::Over(one)), Err(Flood::Over(other))) => {
+                    assert!(one.abs_diff(other) < Duration::from_micros(1), "{one:?} or {other:?}");
+                    n_refused += 1;
+                }
+                (expected, taken) => assert!(expected == taken || is_at_an_edge, "{i}: {expected:?}, not {taken:?}"),
+            }
+            n_taken += usize::from(taken.is_ok());
+            n_far += usize::from(taken == Err(Flood::Far));
+        }
+        assert!(n_taken > 100 && n_refused > 100 && n_far > 10, "{n_taken} {n_refused} {n_far}");
+    }
+}
+
+#[test]
+fn an_idle_session_costs_no_more_than() {
+    // What its `Arc` allocates: two counts, what is fixed, the driver's waker, the state and its lock.
+    assert_eq!(2 * size_of::<usize>() + size_of::<Session>(), 368);
+    assert_eq!((size_of::<SessionInfo>(), size_of::<State>(), size_of::<Outbox>()), (64, 256, 32));
+    // One for each channel.
+    assert_eq!(size_of::<Option<Sub>>(), 48);
+}
