@@ -1,19 +1,23 @@
 //! Who hears what: channels and their listeners on this node, and the node's place in the log.
 //! Decides nothing about one session; `dispatch` moves events through here, `attach` waits here.
 
-use std::collections::{HashMap, hash_map};
+mod listeners;
+
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use slab::Slab;
+use hashbrown::HashTable;
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 use crate::backplane::Backplane;
 use crate::channel::Channel;
+use crate::clock::Moment;
 use crate::cursor::EventId;
-use crate::session::Session;
+
+pub(crate) use listeners::Listener;
+use listeners::Listeners;
 
 /// A channel stays subscribed upstream for so long after its last local listener, so that a
 /// reconnect does not flap.
@@ -21,24 +25,25 @@ pub const LINGER: Duration = Duration::from_secs(10);
 
 const N_SHARDS: usize = 16;
 
-/// A session that hears a channel, and the channel's place in the session.
-#[derive(Clone)]
-pub(crate) struct Listener {
-    pub session: Arc<Session>,
-    pub sub: usize,
+/// A channel of this node. In the usual case, a user's own channel that one session hears, this is
+/// all there is of it besides the name.
+struct Entry {
+    channel: Channel,
+    listeners: Listeners,
+    /// Who waits for the subscription; `None` where it stands on the link in use (rule *confirm*).
+    awaited: Option<Box<Waiters>>,
 }
 
-struct Entry {
-    listeners: Slab<Listener>,
-    /// The subscription stands on the link in use (rule *confirm*).
-    is_confirmed: bool,
-    waiters: Vec<oneshot::Sender<()>>,
-    idle_since: Option<Instant>,
-}
+#[derive(Default)]
+struct Waiters(Vec<oneshot::Sender<()>>);
+
+/// Entries by the hash of their channel. Boxed, so that the table's free places, often more than
+/// half of all, are a word each.
+type Shard = HashTable<Box<Entry>>;
 
 /// All channels of the node.
 pub(crate) struct Channels {
-    shards: [Mutex<HashMap<Channel, Entry>>; N_SHARDS],
+    shards: [Mutex<Shard>; N_SHARDS],
     hasher: RandomState,
     backplane: Arc<dyn Backplane>,
 }
@@ -48,9 +53,13 @@ impl Channels {
         Self { shards: Default::default(), hasher: RandomState::new(), backplane }
     }
 
-    fn shard(&self, channel: &Channel) -> MutexGuard<'_, HashMap<Channel, Entry>> {
-        let i = self.hasher.hash_one(channel) as usize % N_SHARDS;
-        self.shards[i].lock().expect("no panic while a shard is held")
+    /// The shard that has the channel or would have it, and the channel's hash.
+    fn shard(&self, channel: &Channel) -> (MutexGuard<'_, Shard>, u64) {
+        let hash = self.hasher.hash_one(channel);
+        // The table goes to a place by the low bits and tells neighbours apart by the top seven:
+        // with either of those here, a shard's entries would have some of them in common.
+        let i = (hash >> 48) as usize % N_SHARDS;
+        (self.shards[i].lock().expect("no panic while a shard is held"), hash)
     }
 
     /// Adds a listener; returns its slot, and the channel as it stands here: who keeps that one shares
@@ -59,28 +68,22 @@ impl Channels {
     /// `want` and `unwant` are called under the shard's lock, the one place where a second lock is
     /// taken: in any other order a channel could end up unwanted with a listener on it, for ever deaf.
     pub fn listen(&self, channel: &Channel, listener: Listener) -> (usize, Channel) {
-        let mut shard = self.shard(channel);
-        if let hash_map::Entry::Occupied(mut known) = shard.entry(channel.clone()) {
-            known.get_mut().idle_since = None;
-            return (known.get_mut().listeners.insert(listener), known.key().clone());
+        let (mut shard, hash) = self.shard(channel);
+        if let Some(known) = shard.find_mut(hash, |entry| entry.channel == *channel) {
+            return (known.listeners.insert(listener), known.channel.clone());
         }
-        let mut listeners = Slab::with_capacity(1);
-        let slot = listeners.insert(listener);
-        let entry = Entry { listeners, is_confirmed: false, waiters: Vec::new(), idle_since: None };
-        shard.insert(channel.clone(), entry);
+        let (slot, listeners) = Listeners::one(listener);
+        let entry = Entry { channel: channel.clone(), listeners, awaited: Some(Box::default()) };
+        shard.insert_unique(hash, Box::new(entry), |entry| self.hasher.hash_one(&entry.channel));
         self.backplane.want(channel);
         (slot, channel.clone())
     }
 
     /// Removes a listener.
     pub fn unlisten(&self, channel: &Channel, slot: usize) {
-        let mut shard = self.shard(channel);
-        if let Some(entry) = shard.get_mut(channel) {
-            entry.listeners.try_remove(slot);
-            if entry.listeners.is_empty() {
-                entry.listeners = Slab::new();
-                entry.idle_since = Some(Instant::now());
-            }
+        let (mut shard, hash) = self.shard(channel);
+        if let Some(entry) = shard.find_mut(hash, |entry| entry.channel == *channel) {
+            entry.listeners.remove(slot);
         }
     }
 
@@ -88,11 +91,8 @@ impl Channels {
     /// Slots are stable: who joins meanwhile reads the log after joining, so an event that is being
     /// dispatched is in what it reads.
     pub fn listeners(&self, channel: &Channel, from: usize, max: usize, out: &mut Vec<Listener>) -> Option<usize> {
-        let shard = self.shard(channel);
-        let entry = shard.get(channel)?;
-        let end = entry.listeners.capacity().min(from.saturating_add(max));
-        out.extend((from..end).filter_map(|slot| entry.listeners.get(slot).cloned()));
-        (end < entry.listeners.capacity()).then_some(end)
+        let (shard, hash) = self.shard(channel);
+        shard.find(hash, |entry| entry.channel == *channel)?.listeners.copy(from, max, out)
     }
 
     /// Every channel that somebody listens on.
@@ -100,19 +100,20 @@ impl Channels {
         let mut all = Vec::new();
         for shard in &self.shards {
             let shard = shard.lock().expect("no panic while a shard is held");
-            all.extend(shard.iter().filter(|(_, e)| !e.listeners.is_empty()).map(|(c, _)| c.clone()));
+            let listened = shard.iter().filter(|entry| entry.listeners.idle_since().is_none());
+            all.extend(listened.map(|entry| entry.channel.clone()));
         }
         all
     }
 
     /// The backplane confirmed the subscription on the link in use.
     pub fn confirm(&self, channel: &Channel) {
-        if let Some(entry) = self.shard(channel).get_mut(channel) {
-            entry.is_confirmed = true;
-            for waiter in entry.waiters.drain(..) {
-                let _ = waiter.send(());
-            }
-            entry.waiters = Vec::new();
+        let waiters = {
+            let (mut shard, hash) = self.shard(channel);
+            shard.find_mut(hash, |entry| entry.channel == *channel).and_then(|entry| entry.awaited.take())
+        };
+        for waiter in waiters.into_iter().flat_map(|waiters| waiters.0) {
+            let _ = waiter.send(());
         }
     }
 
@@ -120,7 +121,9 @@ impl Channels {
     pub fn unconfirm_all(&self) {
         for shard in &self.shards {
             let mut shard = shard.lock().expect("no panic while a shard is held");
-            shard.values_mut().for_each(|entry| entry.is_confirmed = false);
+            for entry in shard.iter_mut() {
+                entry.awaited.get_or_insert_default();
+            }
         }
     }
 
@@ -131,17 +134,14 @@ impl Channels {
     pub async fn confirmed(&self, channel: &Channel) {
         loop {
             let told = {
-                let mut shard = self.shard(channel);
-                match shard.get_mut(channel) {
-                    Some(entry) if !entry.is_confirmed => {
-                        entry.waiters.retain(|w| !w.is_closed());
-                        let (tell, told) = oneshot::channel();
-                        entry.waiters.push(tell);
-                        told
-                    }
-                    // No entry: the listener left meanwhile, there is nothing to wait for.
-                    _ => return,
-                }
+                let (mut shard, hash) = self.shard(channel);
+                // No entry: the listener left meanwhile, there is nothing to wait for.
+                let entry = shard.find_mut(hash, |entry| entry.channel == *channel);
+                let Some(Waiters(waiters)) = entry.and_then(|entry| entry.awaited.as_deref_mut()) else { return };
+                waiters.retain(|w| !w.is_closed());
+                let (tell, told) = oneshot::channel();
+                waiters.push(tell);
+                told
             };
             let _ = told.await;
         }
@@ -149,24 +149,20 @@ impl Channels {
 
     /// Gives up channels without a listener for longer than `LINGER`; returns how many.
     pub fn sweep(&self, now: Instant) -> usize {
-        let mut n = 0;
+        let (now, mut n) = (Moment::from(now), 0);
         for shard in &self.shards {
             let mut shard = shard.lock().expect("no panic while a shard is held");
-            shard.retain(|channel, entry| {
-                let listeners = &mut entry.listeners;
-                if listeners.capacity() > 64 && listeners.len() * 4 < listeners.capacity() {
-                    // The room of a crowd that went; slots do not move.
-                    listeners.shrink_to_fit();
-                }
-                let stays = entry.idle_since.is_none_or(|since| now < since + LINGER);
+            shard.retain(|entry| {
+                entry.listeners.shrink();
+                let stays = entry.listeners.idle_since().is_none_or(|since| now < since + LINGER);
                 if !stays {
-                    self.backplane.unwant(channel);
+                    self.backplane.unwant(&entry.channel);
                     n += 1;
                 }
                 stays
             });
             if shard.capacity() > 64 && shard.len() * 4 < shard.capacity() {
-                shard.shrink_to_fit();
+                shard.shrink_to_fit(|entry| self.hasher.hash_one(&entry.channel));
             }
         }
         n

@@ -475,7 +475,7 @@ impl Hub {
             }
             sub
         };
-        let (slot, shared) = self.channels.listen(channel, Listener { session: session.clone(), sub });
+        let (slot, shared) = self.channels.listen(channel, Listener::new(session.clone(), sub));
         let mut state = session.lock();
         match state.subs.get_mut(sub).and_then(Option::as_mut).filter(|s| s.channel == *channel) {
             Some(sub) => (sub.slot, sub.channel) = (slot, shared),

@@ -92,14 +92,15 @@ impl Work {
         let newest = self.run.last_id();
         let age = newest.map(|id| self.hub.age_of(id));
         let (mut n_written, mut n_in_time) = ([0; 2], 0);
-        for Listener { session, sub } in listeners.drain(..) {
-            let offered = session.offer(&self.run, sub, &how);
+        for listener in listeners.drain(..) {
+            let session = &listener.session;
+            let offered = session.offer(&self.run, listener.sub(), &how);
             if offered.n_written > 0 {
                 n_written[session.info.wire as usize] += offered.n_written as u64;
                 n_in_time += usize::from(age.is_some_and(|age| session.was_open_for(age, how.now)));
             }
             if offered.rest == Rest::Overflowed {
-                self.hub.end(&session, CloseReason::Slow);
+                self.hub.end(session, CloseReason::Slow);
             }
         }
         for wire in [Wire::Ws, Wire::Sse] {

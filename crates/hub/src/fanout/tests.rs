@@ -1,3 +1,6 @@
+use futures_util::FutureExt;
+use futures_util::future::join;
+
 use crate::auth::Identity;
 use crate::channel::{Grants, Pattern};
 use crate::hub::Open;
@@ -7,7 +10,22 @@ use crate::testing::{Testing, identity, settle};
 use super::*;
 
 fn listener(open: &Open) -> Listener {
-    Listener { session: open.session().clone(), sub: 0 }
+    Listener::new(open.session().clone(), 0)
+}
+
+/// Looks at the channel's entry.
+fn entry<T>(channels: &Channels, channel: &Channel, look: impl FnOnce(&Entry) -> T) -> T {
+    let (shard, hash) = channels.shard(channel);
+    look(shard.find(hash, |entry| entry.channel == *channel).unwrap())
+}
+
+/// Who hears the channel, as the places in their sessions, slot after slot.
+fn heard(channels: &Channels, channel: &Channel) -> Vec<usize> {
+    let (mut out, mut from) = (Vec::new(), Some(0));
+    while let Some(slot) = from {
+        from = channels.listeners(channel, slot, 2, &mut out);
+    }
+    out.iter().map(Listener::sub).collect()
 }
 
 fn n_known(channels: &Channels) -> usize {
@@ -47,7 +65,7 @@ async fn the_room_of_a_crowd_goes_with_it_and_who_stays_keeps_its_place() {
     let stays = slots[3];
     slots.iter().filter(|slot| **slot != stays).for_each(|slot| channels.unlisten(&channel, *slot));
     channels.sweep(Instant::now());
-    let room = channels.shard(&channel).get(&channel).unwrap().listeners.capacity();
+    let room = entry(&channels, &channel, |entry| entry.listeners.n_slots());
     assert!(room < 64, "room for {room}");
     let mut heard = Vec::new();
     assert_eq!(channels.listeners(&channel, 0, 256, &mut heard), None, "in one step");
@@ -57,6 +75,114 @@ async fn the_room_of_a_crowd_goes_with_it_and_who_stays_keeps_its_place() {
     channels.unlisten(&channel, stays);
     channels.unlisten(&channel, next);
     assert!(channels.listened().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_listener_keeps_its_slot_when_others_come_and_go() {
+    let testing = Testing::new(0);
+    let open = testing.node("n").await.open("u");
+    let channels = Channels::new(testing.log.node("other"));
+    let channel = Channel::new("c").unwrap();
+    let listen = |sub| channels.listen(&channel, Listener::new(open.session().clone(), sub)).0;
+
+    assert_eq!(listen(10), 0, "alone");
+    assert_eq!(heard(&channels, &channel), [10]);
+    assert_eq!((listen(11), listen(12)), (1, 2));
+    assert_eq!(heard(&channels, &channel), [10, 11, 12], "the first is where it was");
+    channels.unlisten(&channel, 0);
+    assert_eq!(heard(&channels, &channel), [11, 12]);
+    assert_eq!(listen(13), 0, "the free slot");
+    channels.unlisten(&channel, 1);
+    channels.unlisten(&channel, 2);
+    assert_eq!(heard(&channels, &channel), [13]);
+    channels.unlisten(&channel, 0);
+    assert_eq!(heard(&channels, &channel), [0; 0]);
+    assert_eq!(listen(14), 0, "alone again");
+    assert_eq!(heard(&channels, &channel), [14]);
+    // A slot that nobody has, and the one of a session that ended before it was told.
+    channels.unlisten(&channel, 1);
+    channels.unlisten(&channel, usize::MAX);
+    assert_eq!(heard(&channels, &channel), [14]);
+    channels.unlisten(&channel, 0);
+    assert!(channels.listened().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn listeners_are_copied_from_any_slot_on_in_steps_of_any_length() {
+    let testing = Testing::new(0);
+    let open = testing.node("n").await.open("u");
+    let channels = Channels::new(testing.log.node("other"));
+    let channel = Channel::new("c").unwrap();
+    let copy = |from, max| {
+        let mut out = Vec::new();
+        (channels.listeners(&channel, from, max, &mut out), out.len())
+    };
+    assert_eq!(copy(0, 256), (None, 0), "unknown");
+    for n in 1..20 {
+        channels.listen(&channel, listener(&open));
+        for max in [1, 2, 3, 256, usize::MAX] {
+            let (mut from, mut n_copied) = (Some(0), 0);
+            while let Some(slot) = from {
+                let (next, copied) = copy(slot, max);
+                assert!(copied <= max && next.is_none_or(|next| next == slot + max));
+                (from, n_copied) = (next, n_copied + copied);
+            }
+            assert_eq!(n_copied, n, "in steps of {max}");
+        }
+        assert_eq!((copy(n - 1, 1).1, copy(1_000, 1)), (1, (None, 0)));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_users_own_channel_is_one_allocation_of_five_words() {
+    // As the slab keeps them.
+    #[allow(dead_code)]
+    enum Slot {
+        Vacant(usize),
+        Occupied(Listener),
+    }
+    assert_eq!((size_of::<Entry>(), size_of::<Slot>()), (40, 16));
+
+    let testing = Testing::new(0);
+    let open = testing.node("n").await.open("u");
+    let channels = Channels::new(testing.log.node("other"));
+    let channel = Channel::new("user:u").unwrap();
+    channels.listen(&channel, listener(&open));
+    channels.confirm(&channel);
+    let is_bare =
+        || entry(&channels, &channel, |e| matches!(e.listeners, Listeners::One { .. }) && e.awaited.is_none());
+    assert!(is_bare(), "nothing of it lies elsewhere");
+    // Another device, for a while.
+    let (slot, _) = channels.listen(&channel, Listener::new(open.session().clone(), 1));
+    channels.sweep(Instant::now());
+    assert_eq!(heard(&channels, &channel), [0, 1]);
+    channels.unlisten(&channel, slot);
+    channels.sweep(Instant::now());
+    assert!(is_bare());
+    assert_eq!(heard(&channels, &channel), [0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_waits_is_told_when_the_subscription_stands_and_not_after_the_link_was_lost() {
+    let testing = Testing::new(0);
+    let open = testing.node("n").await.open("u");
+    let channels = Channels::new(testing.log.node("other"));
+    let channel = Channel::new("c").unwrap();
+    channels.confirmed(&channel).await;
+    channels.listen(&channel, listener(&open));
+    {
+        let mut two = Box::pin(join(channels.confirmed(&channel), channels.confirmed(&channel)));
+        assert!((&mut two).now_or_never().is_none());
+        channels.unconfirm_all();
+        assert!((&mut two).now_or_never().is_none(), "they wait on");
+        channels.confirm(&channel);
+        assert!((&mut two).now_or_never().is_some());
+    }
+    assert!(channels.confirmed(&channel).now_or_never().is_some(), "at once");
+    channels.unconfirm_all();
+    assert!(channels.confirmed(&channel).now_or_never().is_none());
+    channels.confirm(&channel);
+    assert!(channels.confirmed(&channel).now_or_never().is_some());
 }
 
 /// May ask for anything.
