@@ -1,16 +1,24 @@
 //! From a URL to connections. Decides which URLs are understood and how long a dial may take;
 //! everything that speaks to Redis gets its connection here, set up in full or not at all.
 
+use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use hub::clock::Dice;
-use redis::aio::{AsyncPushSender, MultiplexedConnection};
+use redis::aio::MultiplexedConnection;
 use redis::{
-    AsyncConnectionConfig, Client, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, RedisError, TlsCertificates,
+    AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisError, TlsCertificates,
 };
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Notify;
+use tokio_rustls::TlsConnector;
+
+use crate::wire::{self, Broken, Input, Output, Said, Stream};
 
 /// What of the configuration names the server. Hidden in every `Debug`.
 pub(crate) struct Address<'a> {
@@ -30,18 +38,22 @@ pub enum ConfigError {
     BadUrl(String),
     /// The CA file cannot be read.
     #[error("the Redis CA file cannot be read: {0}")]
-    CaFile(#[source] std::io::Error),
+    CaFile(#[source] io::Error),
+    /// The CA file holds no certificate, or a broken one.
+    #[error("the Redis CA file holds no certificate in PEM form")]
+    NoCertificate,
     /// The prefix is empty or would break the key names.
     #[error("the Redis prefix must have 1 to 100 bytes and no white space")]
     Prefix,
 }
 
-/// Dials one server, for commands (RESP2) or for the pub/sub link (RESP3: confirmations and
-/// messages come in the order of the wire).
+/// Dials one server, for commands (RESP2) or for the pub/sub link (RESP3: a PING is answered by the
+/// same word whether anything is subscribed or not).
 #[derive(Clone)]
 pub(crate) struct Dialer {
     commands: Client,
-    link: Client,
+    /// For the link; where the URL says so.
+    tls: Option<TlsConnector>,
     connect_timeout: Duration,
     there: Arc<Notify>,
 }
@@ -49,11 +61,14 @@ pub(crate) struct Dialer {
 impl Dialer {
     pub(crate) fn new(address: &Address<'_>, timeout: Duration) -> Result<Self, ConfigError> {
         let info = connection_info(address)?;
-        let link = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
-        let link = info.clone().set_redis_settings(link);
+        let root = address.ca_file.map(std::fs::read).transpose().map_err(ConfigError::CaFile)?;
+        let tls = match info.addr() {
+            ConnectionAddr::TcpTls { .. } => Some(connector(root.as_deref())?),
+            _ => None,
+        };
         Ok(Self {
-            commands: client(info, address.ca_file)?,
-            link: client(link, address.ca_file)?,
+            commands: client(info, root)?,
+            tls,
             connect_timeout: connect_timeout(timeout),
             there: Arc::default(),
         })
@@ -70,13 +85,63 @@ impl Dialer {
     }
 
     /// A connection for commands. Without a response time-out of its own: callers have deadlines.
+    /// PING last: a server that is loading, or wants a password, accepts connections already.
     pub(crate) async fn commands(&self) -> Result<MultiplexedConnection, RedisError> {
-        self.open(&self.commands, self.async_config()).await
+        let opened = tokio::time::timeout(self.connect_timeout, async {
+            let mut connection =
+                self.commands.get_multiplexed_async_connection_with_config(&self.async_config()).await?;
+            redis::cmd("PING").exec_async(&mut connection).await?;
+            Ok(connection)
+        });
+        let opened = opened.await.unwrap_or_else(|_| Err(io::Error::from(ErrorKind::TimedOut).into()));
+        if opened.is_ok() {
+            self.there.notify_waiters();
+        }
+        opened
     }
 
-    /// A connection whose pushes go to `pushes`.
-    pub(crate) async fn link(&self, pushes: impl AsyncPushSender) -> Result<MultiplexedConnection, RedisError> {
-        self.open(&self.link, self.async_config().set_push_sender(pushes)).await
+    /// A connection for the pub/sub link, set up like one for commands. Messages of more than
+    /// `max_payload` bytes are skipped.
+    pub(crate) async fn link(&self, max_payload: usize) -> Result<(Input, Output), Fault> {
+        let opened = tokio::time::timeout(self.connect_timeout, async {
+            let (mut input, mut output) = wire::split(self.stream().await?, max_payload);
+            let settings = self.commands.get_connection_info().redis_settings();
+            match (settings.username(), settings.password()) {
+                (user, Some(password)) => {
+                    output.command("HELLO", &["3", "AUTH", user.unwrap_or("default"), password]);
+                }
+                (_, None) => output.command("HELLO", &["3"]),
+            }
+            output.command("PING", &[""; 0]);
+            output.flush().await?;
+            loop {
+                match input.next()? {
+                    Some(Said::Pong) => return Ok((input, output)),
+                    Some(Said::Error(line)) => return Err(Fault::of_line(line)),
+                    Some(_) => {}
+                    None => input.fill().await?,
+                }
+            }
+        });
+        let opened = opened.await.unwrap_or_else(|_| Err(Fault::Broken(ErrorKind::TimedOut.to_string())));
+        if opened.is_ok() {
+            self.there.notify_waiters();
+        }
+        opened
+    }
+
+    async fn stream(&self) -> Result<Box<dyn Stream>, Broken> {
+        match self.commands.get_connection_info().addr() {
+            ConnectionAddr::Tcp(host, port) => Ok(Box::new(tcp(host, *port).await?)),
+            ConnectionAddr::TcpTls { host, port, .. } => {
+                let connector = self.tls.as_ref().expect("it was made for such an address");
+                let name = ServerName::try_from(host.clone()).map_err(|_| io::Error::from(ErrorKind::InvalidInput))?;
+                Ok(Box::new(connector.connect(name, tcp(host, *port).await?).await?))
+            }
+            ConnectionAddr::Unix(path) => Ok(Box::new(UnixStream::connect(path).await?)),
+            // A later version of the library may know more; no URL that is accepted above names one.
+            _ => Err(io::Error::from(ErrorKind::Unsupported).into()),
+        }
     }
 
     /// The settings of every connection for commands.
@@ -85,20 +150,6 @@ impl Dialer {
             .set_connection_timeout(Some(self.connect_timeout))
             .set_response_timeout(None)
             .set_pipeline_buffer_size(512)
-    }
-
-    /// PING last: a server that is loading, or wants a password, accepts connections already.
-    async fn open(&self, client: &Client, config: AsyncConnectionConfig) -> Result<MultiplexedConnection, RedisError> {
-        let opened = tokio::time::timeout(self.connect_timeout, async {
-            let mut connection = client.get_multiplexed_async_connection_with_config(&config).await?;
-            redis::cmd("PING").exec_async(&mut connection).await?;
-            Ok(connection)
-        });
-        let opened = opened.await.unwrap_or_else(|_| Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()));
-        if opened.is_ok() {
-            self.there.notify_waiters();
-        }
-        opened
     }
 
     /// Waits so long, or until somebody else's dial succeeds: what was refused need not wait on then.
@@ -137,8 +188,32 @@ fn connection_info(address: &Address<'_>) -> Result<ConnectionInfo, ConfigError>
     })
 }
 
-fn client(info: ConnectionInfo, ca_file: Option<&PathBuf>) -> Result<Client, ConfigError> {
-    let root_cert = ca_file.map(std::fs::read).transpose().map_err(ConfigError::CaFile)?;
+async fn tcp(host: &str, port: u16) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect((host, port)).await?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+/// Trusts the CA of this PEM text alone, or whom the web trusts: as the library does for commands.
+fn connector(root: Option<&[u8]>) -> Result<TlsConnector, ConfigError> {
+    let mut roots = RootCertStore::empty();
+    match root {
+        None => roots.extend(webpki_roots::TLS_SERVER_ROOTS.iter().cloned()),
+        Some(pem) => {
+            for certificate in CertificateDer::pem_slice_iter(pem) {
+                let certificate = certificate.map_err(|_| ConfigError::NoCertificate)?;
+                roots.add(certificate).map_err(|_| ConfigError::NoCertificate)?;
+            }
+            if roots.is_empty() {
+                return Err(ConfigError::NoCertificate);
+            }
+        }
+    }
+    let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+    Ok(TlsConnector::from(Arc::new(config)))
+}
+
+fn client(info: ConnectionInfo, root_cert: Option<Vec<u8>>) -> Result<Client, ConfigError> {
     let client = match root_cert {
         None => Client::open(info),
         Some(root) => Client::build_with_tls(info, TlsCertificates { client_tls: None, root_cert: Some(root) }),
@@ -188,16 +263,27 @@ pub(crate) enum Fault {
 
 impl Fault {
     pub(crate) fn of(error: &RedisError) -> Self {
-        let code = error.code().unwrap_or_default();
-        let detail = error.detail().unwrap_or_default();
+        match error.code() {
+            Some(code) => Fault::said(code, error.detail().unwrap_or_default()),
+            None if error.is_io_error() || error.is_unrecoverable_error() => Fault::Broken(plain(error)),
+            None => Fault::Down(plain(error)),
+        }
+    }
+
+    /// What the server itself refused, as it stands on the wire.
+    pub(crate) fn of_line(line: &[u8]) -> Self {
+        let line = String::from_utf8_lossy(line);
+        let (code, detail) = line.split_once(' ').unwrap_or((&line, ""));
+        Fault::said(code, detail)
+    }
+
+    fn said(code: &str, detail: &str) -> Self {
         match code {
             "READONLY" => Fault::Demoted,
             "ERR" if detail.contains("Function not found") => Fault::Missing,
             "LOADING" | "MASTERDOWN" | "NOAUTH" | "WRONGPASS" | "CLUSTERDOWN" => Fault::Broken(code.to_owned()),
             "TOOLARGE" => Fault::Refused(format!("{code} {detail}")),
             code if code.starts_with("BAD") => Fault::Refused(format!("{code} {detail}")),
-            "" if error.is_io_error() || error.is_unrecoverable_error() => Fault::Broken(plain(error)),
-            "" => Fault::Down(plain(error)),
             code => Fault::Down(format!("{code} {detail}")),
         }
     }
@@ -219,9 +305,19 @@ impl Fault {
 /// The library's word, with the system's where there is one ("connection refused"). Neither holds
 /// an address or a secret.
 fn plain(error: &RedisError) -> String {
-    match std::error::Error::source(error).and_then(|source| source.downcast_ref::<std::io::Error>()) {
+    match std::error::Error::source(error).and_then(|source| source.downcast_ref::<io::Error>()) {
         Some(io) => format!("{}: {}", error.category(), io.kind()),
         None => error.category().to_owned(),
+    }
+}
+
+impl From<Broken> for Fault {
+    fn from(broken: Broken) -> Self {
+        // The kind alone: the system's text may hold an address.
+        Fault::Broken(match broken {
+            Broken::Io(io) => format!("no connection: {}", io.kind()),
+            broken => broken.to_string(),
+        })
     }
 }
 

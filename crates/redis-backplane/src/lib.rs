@@ -8,7 +8,7 @@
 //! reads. None of them waits for another's: a storm of claims or a long message delays no beacon,
 //! by which a link is judged, and no token's check.
 //!
-//! `pubsub` the link → `message` what comes over it → `wants` what is wanted from it; `log` publish
+//! `pubsub` the link → `wire` its bytes → `message` what comes over it → `wants` what is wanted from it; `log` publish
 //! and read; `revocation`; `fleet`; `schema` version, libraries, settings; `lane`, `dial` connections; `keys`
 //! every name.
 
@@ -22,6 +22,7 @@ mod pubsub;
 mod revocation;
 mod schema;
 mod wants;
+mod wire;
 
 use std::fmt;
 use std::path::PathBuf;

@@ -14,15 +14,16 @@ use crate::log::name_of;
 
 /// An event from a channel's live messages: `<id> <name>\n<data>` as the Function publishes it
 /// (`-` for the id of an ephemeral one), or `{"event"?,"data"}` from any Redis client.
-pub(crate) fn event(channel: Channel, payload: Vec<u8>, max_data: usize) -> Option<Event> {
-    let payload = Bytes::from(payload);
+///
+/// The data is copied out: an event that waits for a slow client keeps no more alive than itself.
+pub(crate) fn event(channel: Channel, payload: &[u8], max_data: usize) -> Option<Event> {
     match payload.first()? {
         b'0'..=b'9' | b'-' => framed(channel, payload),
-        _ => plain(channel, &payload, max_data),
+        _ => plain(channel, payload, max_data),
     }
 }
 
-fn framed(channel: Channel, payload: Bytes) -> Option<Event> {
+fn framed(channel: Channel, payload: &[u8]) -> Option<Event> {
     let end = payload.iter().position(|b| *b == b'\n')?;
     let (id, name) = std::str::from_utf8(&payload[..end]).ok()?.split_once(' ')?;
     let id = match id {
@@ -30,9 +31,9 @@ fn framed(channel: Channel, payload: Bytes) -> Option<Event> {
         id => Some(id.parse().ok()?),
     };
     let name = name_of(name)?;
-    let data = payload.slice(end + 1..);
-    Event::check_data(&data).ok()?;
-    Some(Event { channel, id, name, data })
+    let data = &payload[end + 1..];
+    Event::check_data(data).ok()?;
+    Some(Event { channel, id, name, data: Bytes::copy_from_slice(data) })
 }
 
 #[derive(Deserialize)]
@@ -42,7 +43,7 @@ struct Plain<'a> {
     data: &'a RawValue,
 }
 
-fn plain(channel: Channel, payload: &Bytes, max_data: usize) -> Option<Event> {
+fn plain(channel: Channel, payload: &[u8], max_data: usize) -> Option<Event> {
     let text = std::str::from_utf8(payload).ok()?;
     let Plain { event, data } = serde_json::from_str(text).ok()?;
     let name = match event {
@@ -50,7 +51,7 @@ fn plain(channel: Channel, payload: &Bytes, max_data: usize) -> Option<Event> {
         Some(name) => Some(name_of(&name)??),
     };
     let data = data.get();
-    (data.len() <= max_data).then(|| Event { channel, id: None, name, data: payload.slice_ref(data.as_bytes()) })
+    (data.len() <= max_data).then(|| Event { channel, id: None, name, data: Bytes::copy_from_slice(data.as_bytes()) })
 }
 
 /// A beacon: `<position> <nonce>`.
@@ -65,8 +66,8 @@ pub(crate) const TOLD: &str = "told ";
 /// From the control channel, or a node's own: `revoked <kind> <before> <value>`, `told <text>`,
 /// `replaced <session> <user>`, `fleet`. `Some(None)`: a word of a later version, which is not ours to
 /// understand.
-pub(crate) fn control(payload: Vec<u8>) -> Option<Option<FromLink>> {
-    let text = String::from_utf8(payload).ok()?;
+pub(crate) fn control(payload: &[u8]) -> Option<Option<FromLink>> {
+    let text = std::str::from_utf8(payload).ok()?;
     if let Some(told) = text.strip_prefix(TOLD) {
         return Some(Some(FromLink::Told(told.to_owned())));
     }
@@ -100,7 +101,7 @@ mod tests {
     use super::*;
 
     fn read(payload: &[u8]) -> Option<Event> {
-        event(Channel::new("news").unwrap(), payload.to_vec(), 100)
+        event(Channel::new("news").unwrap(), payload, 100)
     }
 
     #[test]
@@ -152,15 +153,13 @@ mod tests {
 
     #[test]
     fn a_revocation_may_name_anything_and_later_words_are_left_alone() {
-        let Some(Some(FromLink::Revoked(revoked))) = control(b"revoked sub 17 a b\nc".to_vec()) else {
-            panic!("a revocation")
-        };
+        let Some(Some(FromLink::Revoked(revoked))) = control(b"revoked sub 17 a b\nc") else { panic!("a revocation") };
         assert_eq!(revoked, Revocation { key: RevocationKey::Sub("a b\nc".into()), before: 17 });
         for later in [&b"hold 15"[..], b"", b" ", b"told", b"replaced", b"Told x", b"fleet x", b"fleet "] {
-            assert!(matches!(control(later.to_vec()), Some(None)), "{later:?}");
+            assert!(matches!(control(later), Some(None)), "{later:?}");
         }
         for bad in [&b"\xff"[..], b"told \xff", b"revoked xyz 1 a", b"revoked sub x a", b"revoked sub"] {
-            assert!(control(bad.to_vec()).is_none(), "{bad:?}");
+            assert!(control(bad).is_none(), "{bad:?}");
         }
     }
 
@@ -168,7 +167,7 @@ mod tests {
     fn a_node_may_be_told_any_text() {
         let long = "x".repeat(1 << 20);
         for text in ["", " ", "revoked jti 0 x", "a\nb ü", &long] {
-            let Some(Some(FromLink::Told(told))) = control(format!("told {text}").into_bytes()) else {
+            let Some(Some(FromLink::Told(told))) = control(format!("told {text}").as_bytes()) else {
                 panic!("{text:.40?}")
             };
             assert_eq!(told, text);
@@ -177,20 +176,20 @@ mod tests {
 
     #[test]
     fn a_change_of_the_fleet_is_one_word() {
-        assert!(matches!(control(b"fleet".to_vec()), Some(Some(FromLink::FleetChanged))));
+        assert!(matches!(control(b"fleet"), Some(Some(FromLink::FleetChanged))));
     }
 
     #[test]
     fn a_replaced_session_may_be_of_any_user() {
         for name in ["u", "a b", " ", "", "ü\n%", "replaced x y"] {
-            let Some(Some(FromLink::Replaced { user, session })) = control(format!("replaced s1 {name}").into_bytes())
+            let Some(Some(FromLink::Replaced { user, session })) = control(format!("replaced s1 {name}").as_bytes())
             else {
                 panic!("{name:?}")
             };
             assert_eq!((&*user, &*session), (name, "s1"));
         }
         for bad in ["replaced ", "replaced s1", "replaced  u"] {
-            assert!(control(bad.into()).is_none(), "{bad:?}");
+            assert!(control(bad.as_bytes()).is_none(), "{bad:?}");
         }
     }
 }

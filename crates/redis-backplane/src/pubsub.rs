@@ -6,20 +6,19 @@
 //!   overtaken by a later command for the same channel.
 //! - The node's own beacon goes out over another connection and must come back over this one:
 //!   that tells a quiet link from a deaf one, and a link to another server from the right one.
-//! - redis-rs would buffer unread messages without bound; here its driver hands each message to a
-//!   bounded queue, and a queue that is full ends the link (the log has what it missed).
+//! - It is read on while the hub is slow, up to a bound; what is more ends the link (the log has what
+//!   it missed).
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use hub::backplane::{FromLink, MAX_TELL_BYTES};
 use hub::channel::Channel;
 use hub::cursor::EventId;
-use redis::aio::MultiplexedConnection;
-use redis::{PushInfo, PushKind, Value};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout};
 
@@ -29,15 +28,16 @@ use crate::keys::Keys;
 use crate::lane::{Again, Lane};
 use crate::message;
 use crate::schema::{Schema, StartError};
-use crate::wants::Wants;
+use crate::wants::{Touched, Wants};
+use crate::wire::{Broken, Input, Output, Said};
 
 /// Channels in one SUBSCRIBE. Measured: 10,000 one by one take 521 ms, in chunks of 500 37 ms.
 const CHUNK: usize = 500;
-/// Messages that wait between redis-rs and us, in number and bytes.
-const MAX_QUEUED: usize = 8_192;
-const MAX_QUEUED_BYTES: usize = 32 << 20;
+/// Bytes that may have arrived and wait for the hub. As much as Redis itself keeps for a subscriber
+/// that does not read (its default `client-output-buffer-limit pubsub`).
+const MAX_WAITING: usize = 32 << 20;
 /// Messages taken in one turn; then everything else of the link has its own.
-const PUSHES_A_TURN: usize = 64;
+const MESSAGES_A_TURN: usize = 64;
 /// How often a beacon and a PING go out.
 const PULSE: Duration = Duration::from_secs(1);
 /// A PING, a SUBSCRIBE or a beacon that is not answered for so long ends the link.
@@ -77,8 +77,8 @@ enum Loss {
     /// No further link is made.
     #[error("nobody listens any more")]
     NobodyListens,
-    #[error("the server closed it")]
-    Closed,
+    #[error("{0}")]
+    Broken(String),
     #[error("messages came faster than they were taken")]
     Overrun,
     #[error("the server does not answer on it")]
@@ -92,14 +92,20 @@ enum Loss {
     Refused(String),
 }
 
+impl From<Broken> for Loss {
+    fn from(broken: Broken) -> Self {
+        Loss::Broken(Fault::from(broken).text())
+    }
+}
+
 impl Supervisor {
     /// Makes link after link until the hub is gone.
     pub(crate) async fn run(self, mut backoff: Backoff) {
         loop {
             let (loss, lived) = match self.connect().await {
-                Ok((connection, pushes)) => {
+                Ok((input, output)) => {
                     let since = Instant::now();
-                    let loss = Link::new(&self, connection, pushes).run().await;
+                    let loss = Link::new(&self, output).run(input).await;
                     (loss, since.elapsed())
                 }
                 Err(error) => {
@@ -126,17 +132,9 @@ impl Supervisor {
         }
     }
 
-    async fn connect(&self) -> Result<(MultiplexedConnection, Pushes), StartError> {
+    async fn connect(&self) -> Result<(Input, Output), StartError> {
         self.schema.prepare().await?;
-        let (queue, pushes) = queue(self.stats.clone(), self.max_payload());
-        let connection = self.dialer.link(queue).await.map_err(|e| StartError::from(Fault::of(&e)))?;
-        Ok((connection, pushes))
-    }
-
-    /// Waits for the hub; what arrives meanwhile fills the bounded queue, and ends the link if it
-    /// does not fit.
-    async fn emit(&self, message: FromLink) -> Result<(), Loss> {
-        self.out.send(message).await.map_err(|_| Loss::NobodyListens)
+        self.dialer.link(self.max_payload()).await.map_err(StartError::from)
     }
 
     /// Longer messages are not looked at. Generous, as another node may allow larger events.
@@ -156,42 +154,6 @@ impl Supervisor {
     }
 }
 
-/// What redis-rs' driver has handed over.
-struct Pushes {
-    rx: mpsc::Receiver<PushInfo>,
-    bytes: Arc<AtomicUsize>,
-    overrun: Arc<AtomicBool>,
-}
-
-/// The driver's side never blocks: it counts, drops what is too long, and notes what did not fit.
-fn queue(
-    stats: Arc<LinkStats>,
-    max_payload: usize,
-) -> (impl Fn(PushInfo) -> Result<(), ()> + Send + Sync + 'static, Pushes) {
-    let (tx, rx) = mpsc::channel(MAX_QUEUED);
-    let pushes = Pushes { rx, bytes: Arc::default(), overrun: Arc::default() };
-    let (bytes, overrun) = (pushes.bytes.clone(), pushes.overrun.clone());
-    let hand_over = move |push: PushInfo| {
-        let size = size(&push);
-        if size > max_payload {
-            stats.skipped.fetch_add(1, Ordering::Relaxed);
-            return Ok(());
-        }
-        let queued = bytes.fetch_add(size, Ordering::Relaxed) + size;
-        if queued > MAX_QUEUED_BYTES || tx.try_send(push).is_err() {
-            overrun.store(true, Ordering::Relaxed);
-            return Err(());
-        }
-        Ok(())
-    };
-    (hand_over, pushes)
-}
-
-fn size(push: &PushInfo) -> usize {
-    let bytes = |value: &Value| if let Value::BulkString(b) = value { b.len() } else { 0 };
-    push.data.iter().map(bytes).sum()
-}
-
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     /// Something that was wanted at the beginning is not confirmed yet.
@@ -204,22 +166,21 @@ enum Phase {
 /// One link from its first SUBSCRIBE to its loss.
 struct Link<'a> {
     s: &'a Supervisor,
-    connection: MultiplexedConnection,
-    pushes: Pushes,
+    output: Output,
     phase: Phase,
-    /// Confirmed upstream.
-    standing: HashSet<Channel>,
     /// Wanted at the beginning, or the link's own, and not confirmed yet.
     owed: HashSet<String>,
     joins: VecDeque<Channel>,
     leaves: VecDeque<Channel>,
     own: Vec<String>,
-    /// The one SUBSCRIBE or UNSUBSCRIBE under way.
-    command: Option<(Instant, BoxFuture<'static, Result<(), String>>)>,
-    ping: Option<(Instant, BoxFuture<'static, Result<(), String>>)>,
+    /// The one SUBSCRIBE or UNSUBSCRIBE under way: since when, and how many answers it waits for.
+    command: Option<(Instant, usize)>,
+    ping: Option<Instant>,
     next_ping: Instant,
     beacon: Option<(u64, BoxFuture<'static, Result<(), Fault>>)>,
     next_beacon: Instant,
+    /// For the hub, before anything that arrives from now on.
+    to_tell: VecDeque<FromLink>,
     /// Tells this link's beacons from an earlier link's and from a namesake's.
     name: String,
     sent: u64,
@@ -229,20 +190,27 @@ struct Link<'a> {
     missing: Option<Instant>,
 }
 
+/// Is there more to hand over?
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Behind {
+    /// All that arrived was looked at.
+    No,
+    /// The hub has no room now, or everything else has a turn first.
+    Yes,
+}
+
 impl<'a> Link<'a> {
-    fn new(s: &'a Supervisor, connection: MultiplexedConnection, pushes: Pushes) -> Self {
+    fn new(s: &'a Supervisor, output: Output) -> Self {
         s.wants.take_beacon();
         s.wants.take_relink();
-        let joins: VecDeque<_> = s.wants.all().into();
+        let joins: VecDeque<_> = s.wants.begin().into();
         let own = vec![s.keys.ctl(), s.keys.node(&s.node), s.keys.beacon(&s.node), s.keys.beacon(&s.life)];
         let owed = joins.iter().map(|c| s.keys.live(c)).chain(own.iter().cloned()).collect();
         let now = Instant::now();
         Self {
             s,
-            connection,
-            pushes,
+            output,
             phase: Phase::Joining,
-            standing: HashSet::new(),
             owed,
             joins,
             leaves: VecDeque::new(),
@@ -252,6 +220,7 @@ impl<'a> Link<'a> {
             next_ping: now + PULSE,
             beacon: None,
             next_beacon: now,
+            to_tell: VecDeque::new(),
             name: format!("{:016x}", s.stats.dice.bits()),
             sent: 0,
             answered: 0,
@@ -260,41 +229,67 @@ impl<'a> Link<'a> {
         }
     }
 
-    async fn run(mut self) -> Loss {
+    async fn run(mut self, mut input: Input) -> Loss {
         let mut tick = tokio::time::interval(TICK);
         loop {
-            if let Err(loss) = self.step(&mut tick).await {
+            if let Err(loss) = self.step(&mut input, &mut tick).await {
                 return loss;
             }
         }
     }
 
-    /// Waits for one thing to happen. Every arm is cancel-safe: queues, bells and timers keep what
-    /// they have, the futures are polled where they are stored.
-    async fn step(&mut self, tick: &mut tokio::time::Interval) -> Result<(), Loss> {
-        self.look_at_wants().await?;
+    /// Hands over what there is, then waits for one thing to happen. Every arm is cancel-safe:
+    /// buffers, bells and timers keep what they have, the beacon is polled where it is stored.
+    async fn step(&mut self, input: &mut Input, tick: &mut tokio::time::Interval) -> Result<(), Loss> {
+        self.look_at_wants()?;
         self.send_what_is_due();
+        let behind = self.hand_over(input)?;
+        if input.n_waiting() > MAX_WAITING {
+            return Err(Loss::Overrun);
+        }
+        let is_flushed = self.output.is_flushed();
         tokio::select! {
-            push = self.pushes.rx.recv() => self.take_some(push.ok_or(Loss::Closed)?).await,
-            done = stored(&mut self.command) => { self.command = None; done.map_err(Loss::Refused) }
-            done = stored(&mut self.ping) => { self.ping = None; done.map_err(Loss::Refused) }
+            room = self.s.out.reserve(), if behind == Behind::Yes => room.map(drop).map_err(|_| Loss::NobodyListens),
+            filled = input.fill() => filled.map_err(Loss::from),
+            flushed = self.output.flush(), if !is_flushed => flushed.map_err(Loss::from),
             done = stored(&mut self.beacon) => self.beacon_answered(done),
             () = self.s.wants.changed() => Ok(()),
             _ = tick.tick() => Ok(()),
         }?;
-        self.look_for_silence()
+        // Only when all that has arrived was looked at: slowness here is no silence there.
+        if behind == Behind::No { self.look_for_silence() } else { Ok(()) }
     }
 
-    async fn look_at_wants(&mut self) -> Result<(), Loss> {
+    /// Tells the hub what there is to tell and what has arrived, as far as it has room.
+    fn hand_over(&mut self, input: &mut Input) -> Result<Behind, Loss> {
+        for _ in 0..MESSAGES_A_TURN {
+            let room = match self.s.out.try_reserve() {
+                Ok(room) => room,
+                Err(TrySendError::Full(())) => return Ok(Behind::Yes),
+                Err(TrySendError::Closed(())) => return Err(Loss::NobodyListens),
+            };
+            if let Some(told) = self.to_tell.pop_front() {
+                room.send(told);
+                continue;
+            }
+            let Some(said) = input.next()? else { return Ok(Behind::No) };
+            if let Some(told) = self.take(said)? {
+                room.send(told);
+            }
+        }
+        Ok(Behind::Yes)
+    }
+
+    fn look_at_wants(&mut self) -> Result<(), Loss> {
         if self.s.wants.take_relink() {
             return Err(Loss::Asked);
         }
-        for (channel, is_wanted) in self.s.wants.touched() {
-            match (is_wanted, self.standing.contains(&channel)) {
+        for Touched { channel, is_wanted, stands } in self.s.wants.touched() {
+            match (is_wanted, stands) {
                 (true, false) => self.joins.push_back(channel),
                 (false, true) => self.leaves.push_back(channel),
                 // An UNSUBSCRIBE that waits to be sent is dropped when its turn comes.
-                (true, true) => self.s.emit(FromLink::Confirmed(channel)).await?,
+                (true, true) => self.to_tell.push_back(FromLink::Confirmed(channel)),
                 (false, false) => drop(self.owed.remove(&self.s.keys.live(&channel))),
             }
         }
@@ -304,14 +299,12 @@ impl<'a> Link<'a> {
     fn send_what_is_due(&mut self) {
         let now = Instant::now();
         if self.command.is_none() {
-            self.command = self.next_command().map(|command| (now, command));
+            self.command = self.next_command().map(|n_names| (now, n_names));
         }
         if self.ping.is_none() && now >= self.next_ping {
             self.next_ping = now + PULSE;
-            let mut connection = self.connection.clone();
-            let ping =
-                async move { redis::cmd("PING").exec_async(&mut connection).await.map_err(|e| Fault::of(&e).text()) };
-            self.ping = Some((now, Box::pin(ping)));
+            self.output.command("PING", &[""; 0]);
+            self.ping = Some(now);
         }
         if self.phase == Phase::Joining && self.owed.is_empty() {
             self.phase = Phase::Calling(self.sent + 1);
@@ -337,112 +330,112 @@ impl<'a> Link<'a> {
         Box::pin(async move { control.call::<()>(&cmd, Again::Once).await })
     }
 
-    /// The next chunk to join or to leave, as it stands now.
-    fn next_command(&mut self) -> Option<BoxFuture<'static, Result<(), String>>> {
-        let mut connection = self.connection.clone();
+    /// Sends the next chunk to join or to leave, as it stands now; returns how many names are in it.
+    fn next_command(&mut self) -> Option<usize> {
         let mut names = std::mem::take(&mut self.own);
         while names.len() < CHUNK
             && let Some(channel) = self.joins.pop_front()
         {
             let name = self.s.keys.live(&channel);
-            if !self.s.wants.is_wanted(&channel) {
-                self.owed.remove(&name);
-            } else if !self.standing.contains(&channel) {
+            if self.s.wants.is_missing(&channel) {
                 names.push(name);
+            } else if !self.s.wants.is_wanted(&channel) {
+                self.owed.remove(&name);
             }
         }
-        if !names.is_empty() {
-            return Some(Box::pin(async move { connection.subscribe(names).await.map_err(|e| Fault::of(&e).text()) }));
-        }
-        while names.len() < CHUNK
-            && let Some(channel) = self.leaves.pop_front()
-        {
-            if !self.s.wants.is_wanted(&channel) && self.standing.remove(&channel) {
-                names.push(self.s.keys.live(&channel));
+        let mut command = "SUBSCRIBE";
+        if names.is_empty() {
+            command = "UNSUBSCRIBE";
+            while names.len() < CHUNK
+                && let Some(channel) = self.leaves.pop_front()
+            {
+                if self.s.wants.leaves(&channel) {
+                    names.push(self.s.keys.live(&channel));
+                }
             }
         }
         if names.is_empty() {
             return None;
         }
-        Some(Box::pin(async move { connection.unsubscribe(names).await.map_err(|e| Fault::of(&e).text()) }))
+        self.output.command(command, &names);
+        Some(names.len())
     }
 
-    /// The push, and a few that wait behind it: what else there is to look at is looked at once for all.
-    async fn take_some(&mut self, first: PushInfo) -> Result<(), Loss> {
-        self.take(first).await?;
-        for _ in 1..PUSHES_A_TURN {
-            let Ok(next) = self.pushes.rx.try_recv() else { break };
-            self.take(next).await?;
+    /// What the server says, and what the hub is to be told of it.
+    fn take(&mut self, said: Said<'_>) -> Result<Option<FromLink>, Loss> {
+        match said {
+            Said::Message { name, payload } => match std::str::from_utf8(name) {
+                Ok(name) => Ok(self.heard(name, payload)),
+                Err(_) => Ok(None),
+            },
+            Said::TooLong => Ok(self.skip()),
+            Said::Subscribed(name) => {
+                self.answered_one();
+                Ok(std::str::from_utf8(name).ok().and_then(|name| self.joined(name)))
+            }
+            Said::Unsubscribed => {
+                self.answered_one();
+                Ok(None)
+            }
+            Said::Pong => {
+                self.ping = None;
+                Ok(None)
+            }
+            Said::Error(line) => Err(Loss::Refused(Fault::of_line(line).text())),
+            Said::Other => Ok(None),
         }
-        Ok(())
     }
 
-    async fn take(&mut self, push: PushInfo) -> Result<(), Loss> {
-        self.pushes.bytes.fetch_sub(size(&push), Ordering::Relaxed);
-        let mut data = push.data.into_iter();
-        let (Some(Value::BulkString(name)), payload) = (data.next(), data.next()) else {
-            return if push.kind == PushKind::Disconnection { Err(Loss::Closed) } else { Ok(()) };
-        };
-        let Ok(name) = String::from_utf8(name) else { return Ok(()) };
-        match (push.kind, payload) {
-            (PushKind::Subscribe, _) => self.joined(name).await,
-            (PushKind::Message, Some(Value::BulkString(payload))) => self.heard(&name, payload).await,
-            _ => Ok(()),
+    fn answered_one(&mut self) {
+        self.command = self.command.and_then(|(since, n)| (n > 1).then(|| (since, n - 1)));
+    }
+
+    fn joined(&mut self, name: &str) -> Option<FromLink> {
+        self.owed.remove(name);
+        match self.s.wants.joined(self.s.keys.channel_of(name)?)? {
+            Ok(channel) => Some(FromLink::Confirmed(channel)),
+            Err(channel) => {
+                self.leaves.push_back(channel);
+                None
+            }
         }
     }
 
-    async fn joined(&mut self, name: String) -> Result<(), Loss> {
-        self.owed.remove(&name);
-        let Some(channel) = self.s.keys.channel_of(&name) else { return Ok(()) };
-        if let Some(channel) = self.s.wants.wanted(channel) {
-            self.standing.insert(channel.clone());
-            return self.s.emit(FromLink::Confirmed(channel)).await;
-        }
-        if let Ok(channel) = Channel::new(channel) {
-            self.standing.insert(channel.clone());
-            self.leaves.push_back(channel);
-        }
-        Ok(())
-    }
-
-    async fn heard(&mut self, name: &str, payload: Vec<u8>) -> Result<(), Loss> {
+    fn heard(&mut self, name: &str, payload: &[u8]) -> Option<FromLink> {
         if let Some(channel) = self.s.keys.channel_of(name) {
-            let Some(channel) = self.standing.get(channel).cloned() else { return Ok(()) };
+            let channel = self.s.wants.standing(channel)?;
             return match message::event(channel, payload, self.s.max_data) {
-                Some(event) => self.s.emit(FromLink::Event(event)).await,
+                Some(event) => Some(FromLink::Event(event)),
                 None => self.skip(),
             };
         }
         if name == self.s.keys.ctl() || name == self.s.keys.node(&self.s.node) {
             return match message::control(payload) {
-                Some(Some(said)) => self.s.emit(said).await,
-                Some(None) => Ok(()),
+                Some(said) => said,
                 None => self.skip(),
             };
         }
-        match message::beacon(&payload) {
-            Some((position, nonce)) => self.beacon_seen(position, nonce).await,
+        match message::beacon(payload) {
+            Some((position, nonce)) => self.beacon_seen(position, nonce),
             None => self.skip(),
         }
     }
 
-    async fn beacon_seen(&mut self, position: EventId, nonce: &str) -> Result<(), Loss> {
-        let number = nonce.strip_prefix(&*self.name).and_then(|n| n.strip_prefix('.')).and_then(|n| n.parse().ok());
-        let Some(number) = number else { return Ok(()) };
+    fn beacon_seen(&mut self, position: EventId, nonce: &str) -> Option<FromLink> {
+        let number = nonce.strip_prefix(&*self.name)?.strip_prefix('.')?.parse().ok()?;
         self.seen = self.seen.max(number);
         match self.phase {
-            Phase::Joining => Ok(()),
-            Phase::Calling(first) if number < first => Ok(()),
+            Phase::Joining => None,
+            Phase::Calling(first) if number < first => None,
             Phase::Calling(_) => {
                 self.phase = Phase::Up;
                 self.s.stats.pubsub_up.store(true, Ordering::Relaxed);
                 self.s.stats.deaf.store(false, Ordering::Relaxed);
                 self.s.stats.set_trouble(None);
-                self.s.emit(FromLink::Up(position)).await?;
                 self.s.start.send_replace(Start::Ready);
-                Ok(())
+                Some(FromLink::Up(position))
             }
-            Phase::Up => self.s.emit(FromLink::Beacon(position)).await,
+            Phase::Up => Some(FromLink::Beacon(position)),
         }
     }
 
@@ -458,25 +451,18 @@ impl<'a> Link<'a> {
     }
 
     fn look_for_silence(&mut self) -> Result<(), Loss> {
-        if self.pushes.overrun.load(Ordering::Relaxed) {
-            return Err(Loss::Overrun);
-        }
         let is_late = |since: Instant| since.elapsed() >= SILENCE;
-        // Only when all that has arrived was looked at: slowness here is no silence there.
-        if !self.pushes.rx.is_empty() {
-            return Ok(());
-        }
         self.missing = if self.answered > self.seen { self.missing.or_else(|| Some(Instant::now())) } else { None };
         if self.missing.is_some_and(is_late) {
             return Err(Loss::Deaf);
         }
-        let waiting = [self.command.as_ref().map(|(since, _)| *since), self.ping.as_ref().map(|(since, _)| *since)];
+        let waiting = [self.command.map(|(since, _)| since), self.ping];
         if waiting.into_iter().flatten().any(is_late) { Err(Loss::Silent) } else { Ok(()) }
     }
 
-    fn skip(&self) -> Result<(), Loss> {
+    fn skip(&self) -> Option<FromLink> {
         self.s.stats.skipped.fetch_add(1, Ordering::Relaxed);
-        Ok(())
+        None
     }
 }
 

@@ -170,11 +170,12 @@ async fn a_hub_that_cannot_keep_up_loses_the_link_and_not_the_memory() {
     let c = channel("c");
     node.want(&c).await;
     let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
-    let n_sent = 20_000;
+    // Each has 2 KiB: more than what may wait here, between the kernels and in Redis.
+    let (n_sent, message) = (60_000, format!("{{\"data\":\"{}\"}}", "x".repeat(2_048)));
     for _ in 0..n_sent / 1_000 {
         let mut pipe = redis::pipe();
         for _ in 0..1_000 {
-            pipe.cmd("PUBLISH").arg("t:live:c").arg("{\"data\":1}").ignore();
+            pipe.cmd("PUBLISH").arg("t:live:c").arg(&message).ignore();
         }
         pipe.exec_async(&mut connection).await.unwrap();
     }
