@@ -1,9 +1,10 @@
 //! The node: its sessions, its phase, its ways in for the edge, the API and plugins.
 
-use std::collections::HashMap;
+mod register;
+
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
@@ -42,8 +43,7 @@ use crate::wheel::{TICK, Wheel};
 
 pub use crate::handle::{GatewayHandle, Load, Phase, PublishError};
 pub use crate::open::Open;
-
-const N_SHARDS: usize = 16;
+use register::Register;
 
 /// Replay reads in flight over the node; the rest waits its turn. 64: enough to keep one Redis
 /// busy, few enough that a storm's reads do not pile up in front of everything else.
@@ -141,7 +141,7 @@ pub struct Hub {
     pub(crate) runtime: Handle,
     pub(crate) tasks: TaskTracker,
     pub(crate) stop: CancellationToken,
-    sessions: [Mutex<HashMap<Arc<str>, Arc<Session>>>; N_SHARDS],
+    sessions: Register,
     n_sessions: AtomicUsize,
     /// Since the start.
     n_opened: AtomicU64,
@@ -179,7 +179,7 @@ impl Hub {
             runtime: Handle::current(),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
-            sessions: Default::default(),
+            sessions: Register::default(),
             n_sessions: AtomicUsize::new(0),
             n_opened: AtomicU64::new(0),
             n_forced: AtomicUsize::new(0),
@@ -376,8 +376,7 @@ impl Hub {
     }
 
     fn register(&self, session: &Arc<Session>) {
-        let shard = &self.sessions[shard_of(&session.info.id)];
-        shard.lock().expect("no panic while a shard is held").insert(session.info.id.clone(), session.clone());
+        self.sessions.enter(session.clone());
         self.n_sessions.fetch_add(1, Ordering::SeqCst);
         self.n_opened.fetch_add(1, Ordering::Relaxed);
         self.metrics.session_opened(session.info.wire);
@@ -390,8 +389,7 @@ impl Hub {
         for (channel, slot) in subs {
             self.channels.unlisten(&channel, slot);
         }
-        let shard = &self.sessions[shard_of(&session.info.id)];
-        shard.lock().expect("no panic while a shard is held").remove(&session.info.id);
+        self.sessions.strike(session);
         self.metrics.session_closed(session.info.wire, reason);
         if reason == CloseReason::Drain && was_cut {
             self.metrics.drain_forced(1);
@@ -412,14 +410,12 @@ impl Hub {
     }
 
     pub(crate) fn session(&self, id: &str) -> Option<Arc<Session>> {
-        self.sessions[shard_of(id)].lock().expect("no panic while a shard is held").get(id).cloned()
+        self.sessions.get(id)
     }
 
     pub(crate) fn all_sessions(&self) -> Vec<Arc<Session>> {
         let mut all = Vec::with_capacity(self.n_sessions.load(Ordering::SeqCst));
-        for shard in &self.sessions {
-            all.extend(shard.lock().expect("no panic while a shard is held").values().cloned());
-        }
+        self.sessions.copy(&mut all);
         all
     }
 
@@ -641,10 +637,6 @@ impl Hub {
         self.metrics.outbox_bytes(bytes - *last);
         *last = bytes;
     }
-}
-
-fn shard_of(id: &str) -> usize {
-    id.as_bytes().last().map_or(0, |b| usize::from(*b)) % N_SHARDS
 }
 
 fn is_named(revocation: &Revocation, identity: &Identity) -> bool {
