@@ -21,7 +21,7 @@ use crate::event::{Encoded, Event, Replay, Wire, event_json, sse_chunk, text_fra
 use crate::fanout::LinkState;
 use crate::hub::Hub;
 use crate::message::{self, Resume};
-use crate::session::{Session, Stage, State};
+use crate::session::{Held, Session, Stage, State, SubStage};
 
 pub(crate) use position::Position;
 
@@ -266,6 +266,11 @@ impl Joining {
         if hub.place.state() != link {
             return Step::Again;
         }
+        let position = state.position_with(node);
+        if !read.more && position < read.position {
+            // The link has passed P, and so has the session; else what was replayed would come again.
+            return Step::Again;
+        }
         self.gap(hub, &mut state, wire, read);
         for event in &read.events {
             self.replay(&mut state, wire, event);
@@ -276,19 +281,17 @@ impl Joining {
             session.wake();
             return Step::More;
         }
-        let position = state.position_with(node);
-        let sub = state.subs[index].as_mut().expect("found above");
-        let held = sub.pending.take().map_or_else(crate::session::Held::new, |held| *held);
+        let held = state.held.take().map_or_else(Held::new, |held| *held);
         let needed_from = if self.since == Since::Now { position } else { read.position };
         if held.missed > needed_from {
             // More came while we read than could be held back: the log has it.
-            sub.pending = Some(Box::new(crate::session::Held::new()));
+            state.held = Some(Box::new(Held::new()));
             if self.since != Since::Now {
                 self.from = From::After(read.position);
             }
             return Step::Again;
         }
-        sub.floor = read.position;
+        state.subs[index].as_mut().expect("found above").stage = SubStage::Live;
         // What was held back and lies at or below the session's position is a part of the replay
         // (its id must not move the cursor); what lies above is live already.
         let (passed, late): (Vec<_>, Vec<_>) =

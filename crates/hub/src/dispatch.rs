@@ -21,7 +21,7 @@ use crate::event::{Event, Run};
 use crate::fanout::Listener;
 use crate::hub::Hub;
 use crate::message::{self, Resume};
-use crate::session::{Held, Route, Stage};
+use crate::session::{Route, Stage, SubStage};
 
 mod spread;
 
@@ -215,11 +215,6 @@ impl Dispatcher {
             if let Some(held) = &mut state.held {
                 held.clear();
             }
-            for sub in state.subs.iter_mut().flatten() {
-                if let Some(pending) = &mut sub.pending {
-                    pending.clear();
-                }
-            }
         }
         tracing::warn!("the link to the backplane is lost; sessions stay, what is missed will be read from the log");
     }
@@ -280,10 +275,9 @@ impl Dispatcher {
             }
             let base = state.position.max(node);
             let mut gaps = Vec::new();
-            for sub in state.subs.iter().flatten().filter(|sub| sub.pending.is_none()) {
+            for sub in state.subs.iter().flatten().filter(|sub| sub.stage == SubStage::Live) {
                 if let Some((facts, read)) = channels.get(&sub.channel) {
-                    let since = base.max(sub.floor);
-                    let hole = read.hole(facts, since).or(facts.cut.then_some(GapReason::Overflow));
+                    let hole = read.hole(facts, base).or(facts.cut.then_some(GapReason::Overflow));
                     gaps.extend(hole.map(|reason| (sub.channel.clone(), reason)));
                 }
             }
@@ -343,18 +337,15 @@ impl Dispatcher {
             if state.stage != Stage::Live {
                 continue;
             }
-            let live = state.subs.iter().flatten().filter(|sub| sub.pending.is_none());
+            let live = state.subs.iter().flatten().filter(|sub| sub.stage == SubStage::Live);
             let gaps: Vec<_> = live.map(|sub| (sub.channel.clone(), reason)).collect();
             for m in message::gaps(&gaps, position) {
                 self.hub.metrics.gap(reason);
                 state.push_own(m.on(wire), wire);
             }
             state.position = position;
-            for sub in state.subs.iter_mut().flatten() {
-                sub.floor = EventId::ZERO;
-                if let Some(pending) = &mut sub.pending {
-                    **pending = Held::new();
-                }
+            if let Some(held) = &mut state.held {
+                held.clear();
             }
             if told == ToldBy::Ready {
                 state.push_own(message::ready(Resume::Gap, 0, position).on(wire), wire);

@@ -35,7 +35,7 @@ use crate::recycle::{Aged, Recycle, Way};
 use crate::refusal::{Refusal, RefusalCode};
 use crate::revocation::Revocations;
 use crate::roll::{self, Rolls};
-use crate::session::{Buried, Deadlines, Held, Session, SessionConfig, SessionInfo, Sub};
+use crate::session::{Buried, Deadlines, Session, SessionConfig, SessionInfo, SubStage};
 use crate::shed::Shedding;
 use crate::sweep;
 use crate::telemetry::{Metrics, ResumeLabel};
@@ -345,7 +345,7 @@ impl Hub {
         if newcomer.admission == Admission::Standard {
             open.session.say(&self.hello(&open.session, &newcomer.channels));
             for channel in &newcomer.channels {
-                self.join_channel(&open.session, channel, None);
+                self.join_channel(&open.session, channel, SubStage::Live);
             }
             let replay = tracing::debug_span!(target: "tidegate::trace", "replay");
             // Admission may run elsewhere: what a session needs runs where sessions do.
@@ -455,26 +455,19 @@ impl Hub {
 
     // ---- channels of a session
 
-    /// Listens for a session; with `pending` the channel is one of a later `subscribe`.
-    pub(crate) fn join_channel(&self, session: &Arc<Session>, channel: &Channel, pending: Option<Box<Held>>) {
+    /// Listens for a session that is opening, or joins a channel of a later `subscribe`.
+    pub(crate) fn join_channel(&self, session: &Arc<Session>, channel: &Channel, stage: SubStage) {
         let sub = {
             let mut state = session.lock();
             if state.is_over() || state.find(channel).is_some() {
                 return;
             }
-            let sub = state.subs.iter().position(Option::is_none).unwrap_or(state.subs.len());
-            let place = Some(Sub { channel: channel.clone(), slot: usize::MAX, floor: EventId::ZERO, pending });
-            if sub == state.subs.len() {
-                state.subs.push(place);
-            } else {
-                state.subs[sub] = place;
-            }
-            sub
+            state.add_sub(channel.clone(), stage)
         };
         let (slot, shared) = self.channels.listen(channel, Listener::new(session.clone(), sub));
         let mut state = session.lock();
         match state.subs.get_mut(sub).and_then(Option::as_mut).filter(|s| s.channel == *channel) {
-            Some(sub) => (sub.slot, sub.channel) = (slot, shared),
+            Some(sub) => sub.heard_at(slot, shared),
             // The session ended in between.
             None => {
                 drop(state);
@@ -484,12 +477,9 @@ impl Hub {
     }
 
     pub(crate) fn leave_channel(&self, session: &Session, channel: &Channel) {
-        let left = {
-            let mut state = session.lock();
-            state.find(channel).and_then(|index| state.subs[index].take())
-        };
+        let left = session.lock().take_sub(channel);
         if let Some(sub) = left {
-            self.channels.unlisten(channel, sub.slot);
+            self.channels.unlisten(channel, sub.slot());
         }
     }
 

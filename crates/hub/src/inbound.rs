@@ -23,7 +23,7 @@ use crate::message::{self, ErrorCode, Unsubscribed};
 use crate::plugin::{Admission, Inbound, Received};
 use crate::refusal::RefusalCode;
 use crate::revocation::CheckOutcome;
-use crate::session::{Flood, Held, Session, Stage};
+use crate::session::{Flood, Session, Stage, SubStage};
 
 /// Longest `ref` that is echoed, in bytes of JSON.
 const MAX_REFERENCE_BYTES: usize = 128;
@@ -365,7 +365,7 @@ async fn attached(
     since: Since,
     deadline: Instant,
 ) -> Result<(), Late> {
-    hub.join_channel(session, channel, Some(Box::new(Held::new())));
+    hub.join_channel(session, channel, SubStage::Joining);
     let ended = session.until(|state| state.is_over());
     let joined = tokio::select! {
         biased;
@@ -500,10 +500,11 @@ enum Off {
 fn take_off(hub: &Hub, session: &Session, channel: &Channel) -> Option<Off> {
     let (slot, off) = {
         let mut state = session.lock();
-        let sub = state.find(channel).and_then(|index| state.subs[index].take())?;
-        // An answer is queued in the moment in which nothing is pending any more.
-        let current = state.asks.as_ref().and_then(|asks| asks.current.clone());
-        (sub.slot, sub.pending.and(current).map_or(Off::Heard, Off::Asked))
+        let sub = state.take_sub(channel)?;
+        // An answer is queued in the moment in which the channel is live.
+        let asked = state.asks.as_ref().filter(|_| sub.stage == SubStage::Joining);
+        let current = asked.and_then(|asks| asks.current.clone());
+        (sub.slot(), current.map_or(Off::Heard, Off::Asked))
     };
     hub.channels.unlisten(channel, slot);
     Some(off)

@@ -32,8 +32,10 @@ use crate::wheel::Tick;
 
 mod leave;
 mod offer;
+mod subs;
 
 pub(crate) use offer::{Held, Offer, Rest, Route};
+pub(crate) use subs::{Sub, SubStage};
 
 /// What is fixed when a session opens.
 #[derive(Clone, Debug)]
@@ -112,17 +114,6 @@ pub enum Attention {
     Cut,
 }
 
-/// A channel of a session.
-pub(crate) struct Sub {
-    pub channel: Channel,
-    /// Its place among the channel's listeners.
-    pub slot: usize,
-    /// Nothing at or below this is delivered on this channel.
-    pub floor: EventId,
-    /// A later `subscribe` whose history is being read.
-    pub pending: Option<Box<Held>>,
-}
-
 /// Whether it is to end, beside its age's and its token's end.
 enum Exit {
     /// Nobody asked it to.
@@ -168,6 +159,8 @@ pub(crate) struct State {
     pub outbox: Outbox,
     blocked_since: Option<Moment>,
     // From here on: not touched by a delivery.
+    /// Live events, while the history before them is read: of all channels at the opening, then of the
+    /// one that is being joined.
     pub held: Option<Box<Held>>,
     pub identity: Arc<Identity>,
     pub auth_in_force: u32,
@@ -524,14 +517,6 @@ impl State {
         self.position
     }
 
-    pub fn find(&self, channel: &Channel) -> Option<usize> {
-        self.subs.iter().position(|s| s.as_ref().is_some_and(|s| s.channel == *channel))
-    }
-
-    pub fn n_subs(&self) -> usize {
-        self.subs.iter().flatten().count()
-    }
-
     fn end(
         &mut self,
         info: &SessionInfo,
@@ -605,7 +590,7 @@ impl State {
         self.outlet = None;
         self.outbox = Outbox::default();
         let subs = std::mem::take(&mut self.subs);
-        let subs = subs.into_iter().flatten().map(|s| (s.channel, s.slot)).collect();
+        let subs = subs.into_iter().flatten().map(Sub::into_parts).collect();
         Some(Buried { reason, was_cut: self.is_cut, subs })
     }
 

@@ -83,7 +83,8 @@ impl State {
     }
 
     fn age(&self, info: &SessionInfo) -> Aged {
-        let (postponed, is_extended) = self.put_off.as_ref().map_or_else(Default::default, |it| (it.postponed, it.is_extended));
+        let (postponed, is_extended) =
+            self.put_off.as_ref().map_or_else(Default::default, |it| (it.postponed, it.is_extended));
         Aged { opened_at: info.opened_at, busy_until: self.busy_until(), postponed, is_extended }
     }
 

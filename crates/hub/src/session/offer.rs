@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::{Session, Stage, State};
+use super::{Session, Stage, State, SubStage};
 use crate::channel::Channel;
 use crate::cursor::EventId;
 use crate::event::{Encoded, Run, Wire};
@@ -142,20 +142,15 @@ impl State {
         let Some(Some(sub)) = self.subs.get(index) else { return false };
         self.stage == Stage::Live
             && sub.channel == *channel
-            && sub.pending.is_none()
-            && id.is_none_or(|id| id > self.position && id > sub.floor)
+            && sub.stage == SubStage::Live
+            && id.is_none_or(|id| id > self.position)
     }
 
     /// Keeps it where the history before it is still being read.
     fn hold_back(&mut self, event: &Arc<Encoded>, index: usize) {
-        let Some(Some(sub)) = self.subs.get_mut(index) else { return };
-        let held = match self.stage {
-            _ if sub.channel != event.event.channel => None,
-            Stage::Opening => self.held.as_mut(),
-            Stage::Live => sub.pending.as_mut(),
-            Stage::Raw | Stage::Closing | Stage::Gone => None,
-        };
-        if let Some(held) = held {
+        let Some(Some(sub)) = self.subs.get(index) else { return };
+        let is_read = self.stage == Stage::Opening || sub.stage == SubStage::Joining;
+        if let Some(held) = self.held.as_mut().filter(|_| is_read && sub.channel == event.event.channel) {
             held.push(event);
         }
     }

@@ -369,5 +369,5 @@ fn an_idle_session_costs_no_more_than() {
     assert_eq!(2 * size_of::<usize>() + size_of::<Session>(), 368);
     assert_eq!((size_of::<SessionInfo>(), size_of::<State>(), size_of::<Outbox>()), (64, 256, 32));
     // One for each channel.
-    assert_eq!(size_of::<Option<Sub>>(), 48);
+    assert_eq!(size_of::<Option<Sub>>(), 24);
 }
