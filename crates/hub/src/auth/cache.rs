@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::Verified;
+use super::{Identity, Verified};
 
 /// Most tokens remembered: more than `GATEWAY_MAX_SESSIONS`' default, so that a node's whole crowd
 /// fits.
@@ -22,10 +22,41 @@ pub(super) const CAPACITY_BYTES: usize = 64 * 1024 * 1024;
 
 /// After so long without a use a token without a session grows old, after as long again it is
 /// forgotten: clients wait at most 60 s between two attempts.
-const AGE: Duration = Duration::from_secs(60);
+pub(super) const AGE: Duration = Duration::from_secs(60);
 
-/// SHA-256 of the token's text: the text itself is never kept.
-type Mark = [u8; 32];
+/// What a token is known by: the first half of its text's SHA-256. The text itself is never kept.
+///
+/// Half is enough: to be taken for somebody else one needs a text with the mark of a token that is
+/// remembered, a second preimage of 128 bits (2^112 texts to be hashed until one has the mark of any
+/// of `CAPACITY`). Two texts of one mark, both of one's own making, are cheaper (2^64) and gain
+/// nothing: one of the two must be a good token, and the other is taken for the same bearer's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Mark([u8; 16]);
+
+impl Mark {
+    /// The mark of this token.
+    pub(super) fn of(token: &str) -> Self {
+        Self(*super::mark(token).first_chunk().expect("32 bytes begin with 16"))
+    }
+}
+
+/// What is remembered of a token. With its mark it has 32 bytes, and so has every free place of the
+/// table, which may be more than half of all.
+#[derive(Debug)]
+struct Known {
+    identity: Arc<Identity>,
+    /// `nbf` less the leeway, in whole seconds rounded down: in time it was when it was put here, and
+    /// only a clock that was set back can ask again.
+    not_before: u32,
+    /// Length of the token's text.
+    n_bytes: u32,
+}
+
+impl Known {
+    fn verified(&self) -> Verified {
+        Verified { identity: self.identity.clone(), not_before: Duration::from_secs(self.not_before.into()) }
+    }
+}
 
 /// Two generations: what is used moves to the young one; when that has half the capacity the old
 /// one is forgotten and the young one grows old. Every call is O(1) (amortised).
@@ -39,9 +70,9 @@ pub(super) struct Cache {
 struct Generations {
     /// When they last grew old by time.
     since: Instant,
-    young: HashMap<Mark, (Verified, usize)>,
+    young: HashMap<Mark, Known>,
     young_bytes: usize,
-    old: HashMap<Mark, (Verified, usize)>,
+    old: HashMap<Mark, Known>,
 }
 
 impl std::fmt::Debug for Generations {
@@ -61,12 +92,13 @@ impl Cache {
     /// What is remembered of the token with this mark.
     pub(super) fn get(&self, mark: &Mark) -> Option<Verified> {
         let mut generations = self.lock();
-        if let Some((known, _)) = generations.young.get(mark) {
-            return Some(known.clone());
+        if let Some(known) = generations.young.get(mark) {
+            return Some(known.verified());
         }
-        let (known, n_bytes) = generations.old.remove(mark)?;
-        self.remember(&mut generations, *mark, known.clone(), n_bytes);
-        Some(known)
+        let known = generations.old.remove(mark)?;
+        let verified = known.verified();
+        self.remember(&mut generations, *mark, known);
+        Some(verified)
     }
 
     /// Remembers a token whose text has `n_bytes`.
@@ -74,7 +106,12 @@ impl Cache {
         if n_bytes > self.half_bytes {
             return;
         }
-        self.remember(&mut self.lock(), mark, verified, n_bytes);
+        let known = Known {
+            identity: verified.identity,
+            not_before: u32::try_from(verified.not_before.as_secs()).unwrap_or(u32::MAX),
+            n_bytes: u32::try_from(n_bytes).unwrap_or(u32::MAX),
+        };
+        self.remember(&mut self.lock(), mark, known);
     }
 
     /// Forgets what was not used for `AGE` or more and belongs to no session. To be called now and
@@ -88,9 +125,9 @@ impl Cache {
         let mut gone = std::mem::take(&mut generations.old);
         generations.old = std::mem::take(&mut generations.young);
         generations.young_bytes = 0;
-        for (mark, (known, n_bytes)) in gone.extract_if(|_, (known, _)| Arc::strong_count(&known.identity) > 1) {
-            generations.young_bytes += n_bytes;
-            generations.young.insert(mark, (known, n_bytes));
+        for (mark, known) in gone.extract_if(|_, known| Arc::strong_count(&known.identity) > 1) {
+            generations.young_bytes += known.n_bytes as usize;
+            generations.young.insert(mark, known);
         }
         // What is forgotten is freed after others may go on.
         drop(generations);
@@ -99,19 +136,20 @@ impl Cache {
     /// Forgets it.
     pub(super) fn remove(&self, mark: &Mark) {
         let mut generations = self.lock();
-        if let Some((_, n_bytes)) = generations.young.remove(mark) {
-            generations.young_bytes -= n_bytes;
+        if let Some(known) = generations.young.remove(mark) {
+            generations.young_bytes -= known.n_bytes as usize;
         }
         generations.old.remove(mark);
     }
 
-    fn remember(&self, generations: &mut Generations, mark: Mark, verified: Verified, n_bytes: usize) {
+    fn remember(&self, generations: &mut Generations, mark: Mark, known: Known) {
+        let n_bytes = known.n_bytes as usize;
         if generations.young.len() >= self.half || generations.young_bytes + n_bytes > self.half_bytes {
             generations.old = std::mem::take(&mut generations.young);
             generations.young_bytes = 0;
         }
-        if let Some((_, before)) = generations.young.insert(mark, (verified, n_bytes)) {
-            generations.young_bytes -= before;
+        if let Some(before) = generations.young.insert(mark, known) {
+            generations.young_bytes -= before.n_bytes as usize;
         }
         generations.young_bytes += n_bytes;
     }
@@ -127,7 +165,6 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::auth::Identity;
     use crate::channel::Grants;
 
     fn somebody() -> Verified {
@@ -137,9 +174,9 @@ mod tests {
     }
 
     fn mark(i: u32) -> Mark {
-        let mut mark = [0; 32];
+        let mut mark = [0; 16];
         mark[..4].copy_from_slice(&i.to_be_bytes());
-        mark
+        Mark(mark)
     }
 
     fn n_held(cache: &Cache) -> usize {
@@ -186,6 +223,32 @@ mod tests {
         cache.age(start + 21 * AGE);
         let generations = cache.lock();
         assert_eq!((generations.young.len(), generations.old.len(), generations.young_bytes), (0, 0, 0));
+    }
+
+    #[test]
+    fn a_place_in_it_is_thirty_two_bytes_and_the_room_of_the_forgotten_is_given_back() {
+        assert_eq!(size_of::<(Mark, Known)>(), 32);
+        let (cache, start) = (Cache::new(CAPACITY, CAPACITY_BYTES), Instant::now());
+        (0..10_000).for_each(|i| cache.put(mark(i), somebody(), 10));
+        cache.age(start + AGE);
+        cache.age(start + 2 * AGE);
+        let generations = cache.lock();
+        assert_eq!((generations.young.capacity(), generations.old.capacity()), (0, 0));
+    }
+
+    #[test]
+    fn a_token_that_begins_is_remembered_with_the_second_in_which_it_does() {
+        let cache = Cache::new(4, 1_000);
+        let from = |not_before| Verified { not_before, ..somebody() };
+        for (i, not_before, kept) in [
+            (0, Duration::ZERO, 0),
+            (1, Duration::from_millis(1_800_000_000_999), 1_800_000_000),
+            (2, Duration::from_secs(u64::from(u32::MAX)), u32::MAX),
+            (3, Duration::from_secs(u64::from(u32::MAX) + 1), u32::MAX),
+        ] {
+            cache.put(mark(i), from(not_before), 10);
+            assert_eq!(cache.get(&mark(i)).unwrap().not_before, Duration::from_secs(kept.into()));
+        }
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub use keys::{KeyError, KeySource, MIN_SECRET_BYTES, Secret};
 pub use mint::{MintError, mint, mint_with_kid, mint_with_pem, mint_with_secret};
 pub use refresh::{FetchError, KeyFetcher, KeyKeeper, KeyState, RefreshConfig};
 
-use cache::Cache;
+use cache::{Cache, Mark};
 use claims::Claims;
 use keys::{KeySet, NO_KEY_FITS, Unsigned};
 use refresh::{Answer, Refresh};
@@ -308,7 +308,7 @@ impl Verifier {
         if token.len() > MAX_TOKEN_BYTES {
             return Err(Denied::Invalid("the token is too long"));
         }
-        let mark = mark(token);
+        let mark = Mark::of(token);
         if let Some(known) = in_force.cache.get(&mark) {
             return known.at(now).inspect_err(|denied| {
                 if *denied == Denied::Expired {
@@ -383,6 +383,6 @@ fn nobody(may_hear: &[Pattern]) -> Identity {
     Identity { user: None, jti: None, sid: None, issued_at: 0, expires_at: None, grants }
 }
 
-fn mark(token: &str) -> [u8; 32] {
-    digest::digest(&digest::SHA256, token.as_bytes()).as_ref().try_into().expect("a SHA-256 has 32 bytes")
+fn mark(text: &str) -> [u8; 32] {
+    digest::digest(&digest::SHA256, text.as_bytes()).as_ref().try_into().expect("a SHA-256 has 32 bytes")
 }
