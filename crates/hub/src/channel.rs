@@ -23,6 +23,9 @@ pub struct BadChannel;
 #[error("an event name has 1 to 64 bytes of A-Z a-z 0-9 _ - . :")]
 pub struct BadEventName;
 
+/// What the names of users' own channels begin with.
+pub(crate) const USER_PREFIX: &str = "user:";
+
 fn is_channel_byte(b: u8) -> bool {
     b.is_ascii_alphanumeric() || b"_-.:+@=,/|~%".contains(&b)
 }
@@ -42,8 +45,8 @@ impl Channel {
     /// # Errors
     /// `BadChannel` where the encoded name is over 200 bytes.
     pub fn of_user(sub: &str) -> Result<Self, BadChannel> {
-        let mut name = String::with_capacity(5 + sub.len());
-        name.push_str("user:");
+        let mut name = String::with_capacity(USER_PREFIX.len() + sub.len());
+        name.push_str(USER_PREFIX);
         for b in sub.bytes() {
             if is_channel_byte(b) && b != b'%' {
                 name.push(b as char);
@@ -143,6 +146,15 @@ impl Grants {
     /// May this channel be heard under these grants?
     pub fn allow(&self, channel: &Channel) -> bool {
         self.joined.contains(channel) || self.askable.iter().any(|p| p.covers(channel))
+    }
+
+    /// The texts of all names and prefixes, for whoever puts equal ones in their place that others
+    /// have, too.
+    pub(crate) fn texts_mut(&mut self) -> impl Iterator<Item = &mut Arc<str>> {
+        let asked = self.askable.iter_mut().map(|pattern| match pattern {
+            Pattern::Exact(Channel(text)) | Pattern::Prefix(text) => text,
+        });
+        self.joined.iter_mut().map(|Channel(text)| text).chain(asked)
     }
 }
 

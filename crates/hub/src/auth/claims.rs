@@ -104,6 +104,8 @@ impl Claims {
 
     fn grants(&self, user_channel: UserChannel) -> Result<Grants, Denied> {
         let mut grants = Grants::default();
+        // With room for the user's own.
+        grants.joined.reserve_exact(1 + self.channels.as_ref().map_or(0, Vec::len));
         let mut seen = HashSet::new();
         if user_channel == UserChannel::On {
             let own = Channel::of_user(&self.sub)
@@ -124,6 +126,9 @@ impl Claims {
             .map(|text| Pattern::new(text))
             .collect::<Result<_, _>>()
             .map_err(|_| Denied::Invalid("subscribe has a bad channel name or prefix"))?;
+        // They stay as long as the session.
+        grants.joined.shrink_to_fit();
+        grants.askable.shrink_to_fit();
         Ok(grants)
     }
 }

@@ -3,13 +3,14 @@
 //! token is found in a request is the edge's.
 //!
 //! `keys` says which signatures count, `claims` what a signed token means, `cache` what need not
-//! be asked twice, `refresh` when a key set is fetched again, `mint` makes tokens for the command
-//! line and for tests.
+//! be asked twice, `names` which texts identities share, `refresh` when a key set is fetched again,
+//! `mint` makes tokens for the command line and for tests.
 
 mod cache;
 mod claims;
 mod keys;
 mod mint;
+mod names;
 mod refresh;
 #[cfg(test)]
 mod tests;
@@ -33,6 +34,7 @@ pub use refresh::{FetchError, KeyFetcher, KeyKeeper, KeyState, RefreshConfig};
 use cache::{Cache, Mark};
 use claims::Claims;
 use keys::{KeySet, NO_KEY_FITS, Unsigned};
+use names::Names;
 use refresh::{Answer, Refresh};
 
 /// Longest token that is looked at, in bytes. Far above any real one (a request head holds less),
@@ -149,14 +151,14 @@ struct Verified {
 }
 
 impl Verified {
-    fn at(&self, now: Duration) -> Result<Arc<Identity>, Denied> {
+    fn check_time(&self, now: Duration) -> Result<(), Denied> {
         if self.identity.expires_at.is_some_and(|end| now >= end) {
             return Err(Denied::Expired);
         }
         if now < self.not_before {
             return Err(Denied::NotYet);
         }
-        Ok(self.identity.clone())
+        Ok(())
     }
 }
 
@@ -190,6 +192,7 @@ enum Replaced {
 pub struct Verifier {
     config: AuthConfig,
     in_force: ArcSwap<InForce>,
+    names: Names,
     anonymous: Option<Arc<Identity>>,
     /// `None` where the keys never change.
     refresh: Option<Refresh>,
@@ -238,7 +241,8 @@ impl Verifier {
                 max: config.max_channels,
             });
         }
-        Ok(Self { in_force: ArcSwap::new(InForce::new(keys, 0)), config, anonymous, refresh })
+        let names = Names::new(names::CAPACITY);
+        Ok(Self { in_force: ArcSwap::new(InForce::new(keys, 0)), names, config, anonymous, refresh })
     }
 
     /// Waits until there is a key set; at once where there always is one. Until then no token is
@@ -310,11 +314,12 @@ impl Verifier {
         }
         let mark = Mark::of(token);
         if let Some(known) = in_force.cache.get(&mark) {
-            return known.at(now).inspect_err(|denied| {
+            known.check_time(now).inspect_err(|denied| {
                 if *denied == Denied::Expired {
                     in_force.cache.remove(&mark);
                 }
-            });
+            })?;
+            return Ok(known.identity);
         }
         let payload = match in_force.keys.payload(token) {
             Ok(payload) => payload,
@@ -322,15 +327,18 @@ impl Verifier {
             Err(Unsigned::ByThese(_)) if self.refresh.is_none() => return Err(Denied::Invalid(NO_KEY_FITS)),
             Err(Unsigned::ByThese(payload)) => {
                 // What no key could make good is no reason to fetch any.
-                self.read(&payload)?.at(now)?;
+                self.read(&payload)?.check_time(now)?;
                 return Err(Denied::UnknownKey);
             }
         };
-        let verified = self.read(&payload)?;
-        let identity = verified.at(now)?;
-        if identity.grants.joined.len() > self.config.max_channels {
+        let mut verified = self.read(&payload)?;
+        verified.check_time(now)?;
+        let fresh = Arc::get_mut(&mut verified.identity).expect("nobody else has seen it yet");
+        if fresh.grants.joined.len() > self.config.max_channels {
             return Err(Denied::TooManyChannels);
         }
+        self.names.share(&mut fresh.grants);
+        let identity = verified.identity.clone();
         in_force.cache.put(mark, verified, token.len());
         Ok(identity)
     }
@@ -339,9 +347,12 @@ impl Verifier {
         Claims::parse(payload)?.verified(&self.config)
     }
 
-    /// Forgets verified tokens that nobody uses any more; to be called once a second or so.
+    /// Forgets verified tokens that nobody uses any more, and names that nobody carries; to be called
+    /// once a second or so.
     pub fn age(&self) {
-        self.in_force.load().cache.age(Instant::now());
+        let now = Instant::now();
+        self.in_force.load().cache.age(now);
+        self.names.age(now);
     }
 
     /// Who somebody without a token is, where anonymous sessions are configured: exact names are

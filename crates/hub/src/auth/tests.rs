@@ -607,3 +607,41 @@ fn anonymous_sessions_exist_only_where_configured() {
     let error = Verifier::new(many).map(|_| ()).unwrap_err();
     assert_eq!(error, KeyError::TooManyAnonymousChannels { n_channels: 2, max: 1 });
 }
+
+#[test]
+fn tokens_share_the_texts_of_the_names_they_have_in_common_and_no_room_is_left_over() {
+    let verifier = verifier();
+    let of = |sub: &str| {
+        let more = json!({"sub": sub, "channels": ["news", "news", "lobby"], "subscribe": ["room:*"]});
+        let mut who = Identity::clone(&verifier.verify(&token(more), NOW).unwrap());
+        assert_eq!((who.grants.joined.capacity(), who.grants.askable.capacity()), (3, 1));
+        who.grants.texts_mut().map(|text| text.clone()).collect::<Vec<_>>()
+    };
+    let (one, other) = (of("1"), of("2"));
+    assert_eq!((&*one[0], &*other[0]), ("user:1", "user:2"));
+    for i in 1..4 {
+        assert!(Arc::ptr_eq(&one[i], &other[i]), "{}", one[i]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn names_are_kept_as_long_as_somebody_carries_them() {
+    let verifier = verifier();
+    let text = |sub: &str| {
+        let who = verifier.verify(&token(json!({"sub": sub, "channels": ["news"]})), NOW).unwrap();
+        (Identity::clone(&who).grants.texts_mut().nth(1).unwrap().clone(), who)
+    };
+    let (first, session) = text("1");
+    for _ in 0..5 {
+        tokio::time::advance(Duration::from_secs(60)).await;
+        verifier.age();
+    }
+    assert!(Arc::ptr_eq(&first, &text("2").0), "a session has it");
+    let weak = Arc::downgrade(&first);
+    drop((first, session));
+    for _ in 0..3 {
+        tokio::time::advance(Duration::from_secs(60)).await;
+        verifier.age();
+    }
+    assert!(weak.upgrade().is_none());
+}
