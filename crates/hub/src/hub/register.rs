@@ -65,7 +65,7 @@ impl Eq for ById {}
 impl Hash for ById {
     fn hash<H: Hasher>(&self, state: &mut H) {
         // As the text alone: it is found by that.
-        self.0.info.id.hash(state);
+        Borrow::<str>::borrow(self).hash(state);
     }
 }
 
@@ -88,7 +88,7 @@ mod tests {
             let mut all = Vec::new();
             register.copy(&mut all);
             assert!(all.len() <= 500, "nobody twice");
-            all.iter().map(|session| session.info.id.clone()).collect::<BTreeSet<_>>()
+            all.iter().map(|session| session.info.id.to_string()).collect::<BTreeSet<_>>()
         };
         assert_eq!(ids().len(), 500);
         let (gone, stays) = crowd.split_at(250);
@@ -101,7 +101,7 @@ mod tests {
         for open in stays {
             assert!(Arc::ptr_eq(&register.get(&open.session().info.id).unwrap(), open.session()));
         }
-        assert_eq!(ids(), stays.iter().map(|open| open.session().info.id.clone()).collect());
+        assert_eq!(ids(), stays.iter().map(|open| open.session().info.id.to_string()).collect());
         assert!(register.get("").is_none());
     }
 
