@@ -35,7 +35,7 @@ pub mod plugin {
     pub use hub::hub::{GatewayHandle, Load, Phase, PublishError};
     pub use hub::plugin::{Admission, Ask, Inbound, Plugin, Plugins, Received, Verdict};
     pub use hub::refusal::{Refusal, RefusalCode};
-    pub use hub::session::SessionInfo;
+    pub use hub::session::{SessionId, SessionInfo};
 
     /// What messages are made of.
     pub use bytes::Bytes;

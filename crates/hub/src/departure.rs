@@ -207,7 +207,7 @@ impl Who {
         match self {
             Who::All => true,
             Who::User(user) => session.identity.user.as_ref() == Some(user),
-            Who::Session(id) => session.id == *id,
+            Who::Session(id) => *session.id == **id,
         }
     }
 }

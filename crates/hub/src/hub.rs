@@ -35,7 +35,7 @@ use crate::recycle::{Aged, Recycle, Way};
 use crate::refusal::{Refusal, RefusalCode};
 use crate::revocation::Revocations;
 use crate::roll::{self, Rolls};
-use crate::session::{Buried, Deadlines, Session, SessionConfig, SessionInfo, SubStage};
+use crate::session::{Buried, Deadlines, Session, SessionConfig, SessionId, SessionInfo, SubStage};
 use crate::shed::Shedding;
 use crate::sweep;
 use crate::telemetry::{Metrics, ResumeLabel};
@@ -326,7 +326,7 @@ impl Hub {
             return Err(Refusal::retry(RefusalCode::Draining, "this node is leaving", after));
         }
         let info = SessionInfo {
-            id: format!("{:016x}", self.dice.bits()).into(),
+            id: SessionId::new(self.dice.bits()),
             identity: newcomer.identity,
             wire: newcomer.wire,
             address: newcomer.address,

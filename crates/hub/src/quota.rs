@@ -102,7 +102,7 @@ impl Quota {
 
     /// The place of a session that has just opened; none for an anonymous one. Waits for nothing.
     pub fn place(&self, info: &SessionInfo) -> Option<Box<Place>> {
-        let (user, session) = (info.identity.user.clone()?, info.id.clone());
+        let (user, session) = (info.identity.user.clone()?, Arc::<str>::from(info.id.clone()));
         let _ = self.words.send(Word::Came { user, session: session.clone() });
         Some(Box::new(Place { session, words: self.words.clone() }))
     }

@@ -338,7 +338,7 @@ fn see(hub: &Hub, session: &Session) -> Option<SessionView> {
     };
     let age = info.opened_at.elapsed();
     Some(SessionView {
-        session: info.id.as_ref().to_owned(),
+        session: info.id.to_string(),
         node: hub.config.node.as_ref().to_owned(),
         user: identity.user.as_ref().map(|user| user.as_ref().to_owned()),
         transport: info.wire.word().to_owned(),

@@ -30,10 +30,12 @@ use crate::quota::Place;
 use crate::recycle::{Aged, Verdict};
 use crate::wheel::Tick;
 
+mod id;
 mod leave;
 mod offer;
 mod subs;
 
+pub use id::SessionId;
 pub(crate) use offer::{Held, Offer, Rest, Route};
 pub(crate) use subs::{Sub, SubStage};
 
@@ -41,7 +43,7 @@ pub(crate) use subs::{Sub, SubStage};
 #[derive(Clone, Debug)]
 pub struct SessionInfo {
     /// Random, unique over the fleet.
-    pub id: Arc<str>,
+    pub id: SessionId,
     /// Who it is. `auth` may replace it; this is the identity at opening.
     pub identity: Arc<Identity>,
     /// The transport.
@@ -122,6 +124,8 @@ enum Exit {
     Asked(Moment, CloseReason),
     /// It does, and is cut then.
     Ending(CloseReason, Moment),
+    /// Its socket is to be dropped.
+    Cut(CloseReason),
 }
 
 /// Why the end of its age may not be its end yet. Few have one.
@@ -143,7 +147,8 @@ pub(crate) struct State {
     /// The driver must throw away what it has not begun to write.
     discard: bool,
     has_written: bool,
-    is_cut: bool,
+    /// How the cursor was honoured, once `ready` is out.
+    pub resumed: Option<Resume>,
     /// Tokens sent in the session so far, and which of them is in force: their checks may end in
     /// another order than they began, and the last one counts.
     pub n_auths: u32,
@@ -164,8 +169,8 @@ pub(crate) struct State {
     pub held: Option<Box<Held>>,
     pub identity: Arc<Identity>,
     pub auth_in_force: u32,
-    /// How the cursor was honoured, once `ready` is out.
-    pub resumed: Option<Resume>,
+    /// The wheel's tick at which this session is looked at next.
+    pub scheduled: Tick,
     /// What the client asked for and has not got yet.
     pub asks: Option<Box<Asks>>,
     /// Told whenever the outbox drained, the stage changed or the session ended; exists only while
@@ -180,8 +185,6 @@ pub(crate) struct State {
     alive_by: Option<Moment>,
     /// When the client may send a whole burst again; later than a burst takes: it has sent too much.
     burst_at: Moment,
-    /// The wheel's tick at which this session is looked at next.
-    pub scheduled: Tick,
     /// Held until the session's end, so that the books balance whatever is cancelled where.
     pub seat: Option<Seat>,
     /// Its place among its user's sessions, where those are limited: given back as soon as the
@@ -229,7 +232,7 @@ impl Session {
             stage,
             discard: false,
             has_written: false,
-            is_cut: false,
+            resumed: None,
             n_auths: 0,
             outlet: None,
             subs: Vec::new(),
@@ -241,7 +244,7 @@ impl Session {
             held: (stage == Stage::Opening).then(|| Box::new(Held::new())),
             identity: info.identity.clone(),
             auth_in_force: 0,
-            resumed: None,
+            scheduled: Tick::MAX,
             asks: None,
             progress: None,
             exit: Exit::None,
@@ -252,7 +255,6 @@ impl Session {
             next_beat,
             alive_by: None,
             burst_at: now,
-            scheduled: Tick::MAX,
             seat,
             place: None,
         };
@@ -301,7 +303,7 @@ impl Session {
     pub fn attend(&self, waker: &Waker, batch: &mut Batch) -> Attention {
         self.waker.register(waker);
         let mut state = self.lock();
-        if state.is_cut || state.stage == Stage::Gone {
+        if state.is_cut() || state.stage == Stage::Gone {
             return Attention::Cut;
         }
         // Before the first byte is out, the batch is the response head and our first words: without
@@ -314,7 +316,7 @@ impl Session {
             *batch = state.outbox.take();
         }
         match state.exit {
-            Exit::Ending(..) => Attention::Close,
+            Exit::Ending(..) | Exit::Cut(_) => Attention::Close,
             Exit::None | Exit::Asked(..) => Attention::Serve,
         }
     }
@@ -495,12 +497,16 @@ impl State {
     }
 
     pub fn is_over(&self) -> bool {
-        matches!(self.exit, Exit::Ending(..)) || self.stage == Stage::Gone
+        self.ending().is_some() || self.stage == Stage::Gone
+    }
+
+    fn is_cut(&self) -> bool {
+        matches!(self.exit, Exit::Cut(_))
     }
 
     fn ending(&self) -> Option<CloseReason> {
         match self.exit {
-            Exit::Ending(reason, _) => Some(reason),
+            Exit::Ending(reason, _) | Exit::Cut(reason) => Some(reason),
             Exit::None | Exit::Asked(..) => None,
         }
     }
@@ -572,10 +578,11 @@ impl State {
     }
 
     fn cut(&mut self, reason: CloseReason) {
-        if self.ending().is_none() {
+        let first = self.ending();
+        if first.is_none() {
             self.close(reason, Instant::now());
         }
-        self.is_cut = true;
+        self.exit = Exit::Cut(first.unwrap_or(reason));
     }
 
     /// The books are closed. `None` where they were already.
@@ -583,7 +590,7 @@ impl State {
         if self.stage == Stage::Gone {
             return None;
         }
-        let reason = self.ending().unwrap_or(fallback);
+        let (reason, was_cut) = (self.ending().unwrap_or(fallback), self.is_cut());
         self.close(reason, Instant::now());
         self.stage = Stage::Gone;
         self.seat = None;
@@ -591,7 +598,7 @@ impl State {
         self.outbox = Outbox::default();
         let subs = std::mem::take(&mut self.subs);
         let subs = subs.into_iter().flatten().map(Sub::into_parts).collect();
-        Some(Buried { reason, was_cut: self.is_cut, subs })
+        Some(Buried { reason, was_cut, subs })
     }
 
     fn progress(&mut self) -> Arc<Notify> {

@@ -14,8 +14,8 @@ use crate::session::Session;
 /// 0.6 % of a core where it was measured), and no promise is finer than half a second.
 pub const TICK: Duration = Duration::from_millis(100);
 
-/// A tick since the wheel's start.
-pub type Tick = u64;
+/// A tick since the wheel's start. Enough of them for 13 years.
+pub type Tick = u32;
 
 /// The wheel. Slots are absolute, so nothing drifts however late a turn is.
 pub struct Wheel {
@@ -32,7 +32,7 @@ impl Wheel {
     /// The first tick at or after `at`.
     pub fn tick_at(&self, at: Instant) -> Tick {
         let since = at.saturating_duration_since(self.started);
-        u64::try_from(since.as_nanos().div_ceil(TICK.as_nanos())).unwrap_or(Tick::MAX)
+        Tick::try_from(since.as_nanos().div_ceil(TICK.as_nanos())).unwrap_or(Tick::MAX)
     }
 
     /// Has this session looked at when `tick` comes.
@@ -42,10 +42,10 @@ impl Wheel {
 
     /// All that are due now, with the tick they were added for.
     pub fn due(&self, now: Instant) -> Vec<(Tick, Vec<Weak<Session>>)> {
-        let now = u64::try_from(now.saturating_duration_since(self.started).as_nanos() / TICK.as_nanos())
+        let now = Tick::try_from(now.saturating_duration_since(self.started).as_nanos() / TICK.as_nanos())
             .unwrap_or(Tick::MAX);
         let mut slots = self.slots.lock().expect("no panic while the wheel is held");
-        let later = slots.split_off(&(now + 1));
+        let later = slots.split_off(&now.saturating_add(1));
         std::mem::replace(&mut *slots, later).into_iter().collect()
     }
 }

@@ -50,7 +50,7 @@ async fn a_place_is_free_as_soon_as_its_session_begins_to_end() {
     settle().await;
     // It is told to leave and takes its time: nobody has read its bye yet.
     a.hub.depart(Departure {
-        who: Who::Session(open[1].session().info.id.clone()),
+        who: Who::Session(open[1].session().info.id.clone().into()),
         reason: Kicked,
         over: Duration::ZERO,
     });

@@ -43,7 +43,7 @@ async fn a_users_sessions_are_found_on_every_node() {
     assert_eq!(b.hub.handle().sessions(user("42")).await.unwrap(), roll);
     assert_eq!(b.hub.handle().sessions(Who::All).await.unwrap().sessions.len(), 4);
     assert_eq!(a.hub.handle().sessions(user("nobody")).await.unwrap(), Roll::default());
-    let one = a.hub.handle().sessions(Who::Session(there.session().info.id.clone())).await.unwrap();
+    let one = a.hub.handle().sessions(Who::Session(there.session().info.id.clone().into())).await.unwrap();
     assert_eq!(one.sessions[0].node, "b");
 }
 
@@ -61,7 +61,7 @@ async fn sessions_end_wherever_they_are() {
     assert_eq!(endings(&open), [kicked, kicked, kicked, None]);
     assert_eq!(handle.end_sessions(user("42")).await.unwrap().n_ended, 0, "they are ending already");
     assert!(handle.sessions(user("42")).await.unwrap().sessions.is_empty(), "and are nobody's any more");
-    assert_eq!(handle.end_sessions(Who::Session(id)).await.unwrap().n_ended, 1);
+    assert_eq!(handle.end_sessions(Who::Session(id.into())).await.unwrap().n_ended, 1);
     settle().await;
     assert_eq!(endings(&open[3..]), [kicked]);
 }

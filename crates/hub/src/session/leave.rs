@@ -47,7 +47,7 @@ impl State {
     fn ask(&self) -> Option<(Moment, CloseReason)> {
         match self.exit {
             Exit::Asked(at, reason) => Some((at, reason)),
-            Exit::None | Exit::Ending(..) => None,
+            Exit::None | Exit::Ending(..) | Exit::Cut(_) => None,
         }
     }
 
@@ -59,8 +59,10 @@ impl State {
     }
 
     pub(super) fn due(&mut self, now: Moment, info: &SessionInfo, config: &SessionConfig) -> Option<Due> {
-        if let Exit::Ending(reason, close_by) = self.exit {
-            return (now >= close_by).then_some(Due::Cut(reason));
+        match self.exit {
+            Exit::Ending(reason, close_by) => return (now >= close_by).then_some(Due::Cut(reason)),
+            Exit::Cut(reason) => return Some(Due::Cut(reason)),
+            Exit::None | Exit::Asked(..) => {}
         }
         if self.alive_by.is_some_and(|by| now >= by) {
             return Some(Due::Cut(CloseReason::Unresponsive));
@@ -154,8 +156,10 @@ impl State {
     }
 
     pub(super) fn next_due(&self, now: Moment, config: &SessionConfig) -> Moment {
-        if let Exit::Ending(_, close_by) = self.exit {
-            return close_by;
+        match self.exit {
+            Exit::Ending(_, close_by) => return close_by,
+            Exit::Cut(_) => return now,
+            Exit::None | Exit::Asked(..) => {}
         }
         let mut next = self.next_beat;
         let mut sooner = |at: Option<Moment>| {

@@ -12,7 +12,7 @@ const fn s(n: u64) -> Duration {
 
 fn one(user: Option<&str>, address: u8, at: Instant) -> SessionInfo {
     SessionInfo {
-        id: "x".into(),
+        id: crate::session::SessionId::new(0),
         identity: Arc::new(identity(user)),
         wire: Wire::Ws,
         address: IpAddr::V4(Ipv4Addr::new(10, 0, 0, address)),
