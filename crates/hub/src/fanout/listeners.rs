@@ -13,8 +13,7 @@ use crate::session::Session;
 #[derive(Clone)]
 pub(crate) struct Listener {
     pub session: Arc<Session>,
-    /// Half a word: a slot of a crowd then has two words, for the slab keeps its free slots in the
-    /// same room.
+    /// Half a word, so that `Listeners` has two and not three.
     sub: u32,
 }
 
