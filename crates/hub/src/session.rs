@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
 use std::time::Duration;
 
-use futures_util::task::AtomicWaker;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -86,7 +85,6 @@ pub struct SessionConfig {
 pub struct Session {
     /// What is fixed.
     pub info: SessionInfo,
-    waker: AtomicWaker,
     state: Mutex<State>,
 }
 
@@ -154,7 +152,7 @@ pub(crate) struct State {
     pub n_auths: u32,
     /// Where what nothing waits before goes at once; lent by the driver.
     outlet: Option<Arc<dyn Outlet>>,
-    pub subs: Vec<Option<Sub>>,
+    pub subs: Box<[Option<Sub>]>,
     /// Every logged event ≤ this on the session's channels has been queued or lies before its
     /// cursor. `ZERO` until history was read.
     pub position: EventId,
@@ -162,6 +160,8 @@ pub(crate) struct State {
     /// The last event, with an id or without, or message in either direction; a position is none.
     active_at: Moment,
     pub outbox: Outbox,
+    /// The driver, where it waits.
+    waker: Option<Waker>,
     blocked_since: Option<Moment>,
     // From here on: not touched by a delivery.
     /// Live events, while the history before them is read: of all channels at the opening, then of the
@@ -235,11 +235,12 @@ impl Session {
             resumed: None,
             n_auths: 0,
             outlet: None,
-            subs: Vec::new(),
+            subs: Box::default(),
             position: EventId::ZERO,
             id_sent_at: now,
             active_at: now,
             outbox: Outbox::default(),
+            waker: None,
             blocked_since: None,
             held: (stage == Stage::Opening).then(|| Box::new(Held::new())),
             identity: info.identity.clone(),
@@ -258,7 +259,7 @@ impl Session {
             seat,
             place: None,
         };
-        Self { info, waker: AtomicWaker::new(), state: Mutex::new(state) }
+        Self { info, state: Mutex::new(state) }
     }
 
     /// Holds the place until it begins to end; a session that does already gives it back.
@@ -273,8 +274,12 @@ impl Session {
         self.state.lock().expect("no panic while a session is held")
     }
 
+    /// Has the driver attend to it again. Nobody calls it who holds the state.
     pub(crate) fn wake(&self) {
-        self.waker.wake();
+        let waker = self.lock().waker.take();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
     }
 
     /// Was it there already when something of this age was published? What is older was replayed:
@@ -301,8 +306,10 @@ impl Session {
 
     /// Registers the driver and hands over what is to be written, if `batch` is empty.
     pub fn attend(&self, waker: &Waker, batch: &mut Batch) -> Attention {
-        self.waker.register(waker);
         let mut state = self.lock();
+        if !state.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {
+            state.waker = Some(waker.clone());
+        }
         if state.is_cut() || state.stage == Stage::Gone {
             return Attention::Cut;
         }

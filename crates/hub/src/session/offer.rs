@@ -105,9 +105,10 @@ impl Session {
                 Rest::Passed => {}
             }
         }
+        let waker = state.waker.take_if(|_| rest == Rest::Taken);
         drop(state);
-        if rest == Rest::Taken {
-            self.wake();
+        if let Some(waker) = waker {
+            waker.wake();
         }
         Offered { n_written, rest }
     }

@@ -50,18 +50,17 @@ impl State {
             self.held = Some(Box::new(Held::new()));
         }
         let added = Some(Sub { channel, slot: u32::MAX, stage });
-        match self.subs.iter().position(Option::is_none) {
-            Some(index) => {
-                self.subs[index] = added;
-                index
-            }
-            None => {
-                // Most never get another one: no room for it.
-                self.subs.reserve_exact(1);
-                self.subs.push(added);
-                self.subs.len() - 1
-            }
+        let index = self.subs.iter().position(Option::is_none).unwrap_or(self.subs.len());
+        if index < self.subs.len() {
+            self.subs[index] = added;
+        } else {
+            // One place more, and no room for another: most sessions never need it.
+            let mut subs = std::mem::take(&mut self.subs).into_vec();
+            subs.reserve_exact(1);
+            subs.push(added);
+            self.subs = subs.into_boxed_slice();
         }
+        index
     }
 
     /// Takes a channel off the session, with what was held back of it.
