@@ -48,9 +48,15 @@ impl Shared {
         self.leash.lock().expect("nothing panics while it is held").allowed != Some(0)
     }
 
-    fn has_passed(&self) {
+    /// Takes one of those that may pass yet; false where none may.
+    fn pass_one(&self) -> bool {
         let mut leash = self.leash.lock().expect("nothing panics while it is held");
-        leash.allowed = leash.allowed.map(|n| n - 1);
+        match &mut leash.allowed {
+            Some(0) => return false,
+            Some(n) => *n -= 1,
+            None => {}
+        }
+        true
     }
 
     fn loses_what_is_on_the_way(&self) -> bool {
@@ -184,9 +190,11 @@ async fn carry(shared: Arc<Shared>, mut from: mpsc::Receiver<FromLink>, to: mpsc
                 None => return,
             },
             room = to.reserve(), if may_pass => {
-                let (Ok(room), Some(said)) = (room, waiting.pop_front()) else { return };
-                shared.has_passed();
-                room.send(said);
+                let Ok(room) = room else { return };
+                // Asked again: it may have been held while there was no room.
+                if shared.pass_one() {
+                    room.send(waiting.pop_front().expect("something waits"));
+                }
             }
             () = shared.changed.notified() => {}
             () = to.closed() => return,
