@@ -36,7 +36,7 @@ mod subs;
 
 pub use id::SessionId;
 pub(crate) use offer::{Held, Offer, Rest, Route};
-pub(crate) use subs::{Sub, SubStage};
+pub(crate) use subs::{Sub, SubStage, Subs};
 
 /// What is fixed when a session opens.
 #[derive(Clone, Debug)]
@@ -152,7 +152,6 @@ pub(crate) struct State {
     pub n_auths: u32,
     /// Where what nothing waits before goes at once; lent by the driver.
     outlet: Option<Arc<dyn Outlet>>,
-    pub subs: Box<[Option<Sub>]>,
     /// Every logged event ≤ this on the session's channels has been queued or lies before its
     /// cursor. `ZERO` until history was read.
     pub position: EventId,
@@ -160,10 +159,11 @@ pub(crate) struct State {
     /// The last event, with an id or without, or message in either direction; a position is none.
     active_at: Moment,
     pub outbox: Outbox,
+    pub subs: Subs,
+    // From here on: not touched by a delivery that the kernel takes at once.
     /// The driver, where it waits.
     waker: Option<Waker>,
     blocked_since: Option<Moment>,
-    // From here on: not touched by a delivery.
     /// Live events, while the history before them is read: of all channels at the opening, then of the
     /// one that is being joined.
     pub held: Option<Box<Held>>,
@@ -235,7 +235,7 @@ impl Session {
             resumed: None,
             n_auths: 0,
             outlet: None,
-            subs: Box::default(),
+            subs: Subs::new(),
             position: EventId::ZERO,
             id_sent_at: now,
             active_at: now,
@@ -272,6 +272,12 @@ impl Session {
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no panic while a session is held")
+    }
+
+    /// Has what a delivery reads first brought near. Of several sessions in a row the processor waits
+    /// for all at once, where it would wait for each alone when it comes to it.
+    pub(crate) fn fetch(&self) {
+        std::hint::black_box((self.info.wire, self.state.is_poisoned()));
     }
 
     /// Has the driver attend to it again. Nobody calls it who holds the state.

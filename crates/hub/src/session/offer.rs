@@ -105,7 +105,7 @@ impl Session {
                 Rest::Passed => {}
             }
         }
-        let waker = state.waker.take_if(|_| rest == Rest::Taken);
+        let waker = if rest == Rest::Taken { state.waker.take() } else { None };
         drop(state);
         if let Some(waker) = waker {
             waker.wake();

@@ -1,8 +1,14 @@
 //! The channels of one session: which it has, and whether their events go to its client yet. Decides
 //! nothing about who may hear what (`inbound`), nor about when a channel goes live (`attach`).
 
+use smallvec::SmallVec;
+
 use super::{Held, State};
 use crate::channel::Channel;
+
+/// A session's channels, each in a place that stays its own. So many stand in the session itself, where
+/// a delivery needs no further cache line to find them: a user's own channel and two more.
+pub(crate) type Subs = SmallVec<[Option<Sub>; 3]>;
 
 /// A channel of a session.
 pub(crate) struct Sub {
@@ -54,11 +60,9 @@ impl State {
         if index < self.subs.len() {
             self.subs[index] = added;
         } else {
-            // One place more, and no room for another: most sessions never need it.
-            let mut subs = std::mem::take(&mut self.subs).into_vec();
-            subs.reserve_exact(1);
-            subs.push(added);
-            self.subs = subs.into_boxed_slice();
+            // No room for another: most sessions never need it.
+            self.subs.reserve_exact(1);
+            self.subs.push(added);
         }
         index
     }

@@ -366,8 +366,8 @@ async fn the_moment_of_the_next_burst_admits_what_a_count_of_messages_does() {
 #[test]
 fn an_idle_session_costs_no_more_than() {
     // What its `Arc` allocates: two counts, what is fixed, the state and its lock.
-    assert_eq!(2 * size_of::<usize>() + size_of::<Session>(), 344);
-    assert_eq!((size_of::<SessionInfo>(), size_of::<State>(), size_of::<Outbox>()), (64, 256, 32));
+    assert_eq!(2 * size_of::<usize>() + size_of::<Session>(), 408);
+    assert_eq!((size_of::<SessionInfo>(), size_of::<State>(), size_of::<Outbox>()), (64, 320, 32));
     // One for each channel.
     assert_eq!(size_of::<Option<Sub>>(), 24);
 }
