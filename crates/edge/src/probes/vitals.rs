@@ -271,7 +271,11 @@ impl Vitals {
             }
             let is_slow_tick = n.is_multiple_of(SLOW_TICKS);
             let fds = if is_slow_tick { process::open_fds().zip(max_fds) } else { None };
-            judge.look(now, self.metrics.sessions_open(), (self.link)(), fds);
+            let link = (self.link)();
+            // Read after the link was looked at: a link that is down was so by then, and no grace is
+            // shorter than it is set for want of a turn in between.
+            let now = Instant::now();
+            judge.look(now, self.metrics.sessions_open(), link, fds);
             self.publish(&judge, now);
             if is_slow_tick {
                 self.publish_lag(&judge);
