@@ -578,13 +578,13 @@ impl Hub {
         if tick < state.scheduled {
             state.scheduled = tick;
             drop(state);
-            self.wheel.add(tick, Arc::downgrade(session));
+            self.wheel.add(tick, &session.info.id);
         }
     }
 
     fn turn(&self, now: Instant) {
         for (tick, sessions) in self.wheel.due(now) {
-            for session in sessions.iter().filter_map(std::sync::Weak::upgrade) {
+            for session in sessions.filter_map(|id| self.sessions.get(&id)) {
                 {
                     let mut state = session.lock();
                     // An entry that an earlier one has overtaken.

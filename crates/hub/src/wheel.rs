@@ -1,14 +1,15 @@
 //! One coarse timer wheel for all sessions: pings, leaves, deadlines. Decides only when a session
-//! is looked at again; what is then due the session says itself. A session costs one weak pointer
-//! here and no timer of its own.
+//! is looked at again; what is then due the session says itself. A session costs one word here and no
+//! timer of its own. The word is its id: a pointer, a weak one too, would keep the memory of whoever
+//! left until its turn comes, of a storm's whole crowd for half a minute and more.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, Weak};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::session::Session;
+use crate::session::SessionId;
 
 /// Resolution of everything the wheel drives. 100 ms: a timer wake-up is dear (a 20-ms beat cost
 /// 0.6 % of a core where it was measured), and no promise is finer than half a second.
@@ -20,7 +21,8 @@ pub type Tick = u32;
 /// The wheel. Slots are absolute, so nothing drifts however late a turn is.
 pub struct Wheel {
     started: Instant,
-    slots: Mutex<BTreeMap<Tick, Vec<Weak<Session>>>>,
+    /// Ids as the bits that they are.
+    slots: Mutex<BTreeMap<Tick, Vec<u64>>>,
 }
 
 impl Wheel {
@@ -36,17 +38,18 @@ impl Wheel {
     }
 
     /// Has this session looked at when `tick` comes.
-    pub fn add(&self, tick: Tick, session: Weak<Session>) {
-        self.slots.lock().expect("no panic while the wheel is held").entry(tick).or_default().push(session);
+    pub fn add(&self, tick: Tick, session: &SessionId) {
+        self.slots.lock().expect("no panic while the wheel is held").entry(tick).or_default().push(session.bits());
     }
 
-    /// All that are due now, with the tick they were added for.
-    pub fn due(&self, now: Instant) -> Vec<(Tick, Vec<Weak<Session>>)> {
+    /// All that are due now, with the tick they were added for. Who left is among them.
+    pub fn due(&self, now: Instant) -> impl Iterator<Item = (Tick, impl Iterator<Item = SessionId>)> {
         let now = Tick::try_from(now.saturating_duration_since(self.started).as_nanos() / TICK.as_nanos())
             .unwrap_or(Tick::MAX);
         let mut slots = self.slots.lock().expect("no panic while the wheel is held");
         let later = slots.split_off(&now.saturating_add(1));
-        std::mem::replace(&mut *slots, later).into_iter().collect()
+        let due = std::mem::replace(&mut *slots, later);
+        due.into_iter().map(|(tick, ids)| (tick, ids.into_iter().map(SessionId::new)))
     }
 }
 

@@ -358,6 +358,12 @@ impl<'a> Link<'a> {
             return None;
         }
         self.output.command(command, &names);
+        // The room of a crowd is given back once all of it was sent.
+        for queue in [&mut self.joins, &mut self.leaves] {
+            if queue.is_empty() {
+                *queue = VecDeque::new();
+            }
+        }
         Some(names.len())
     }
 

@@ -22,7 +22,12 @@ impl Register {
 
     /// Strikes a session out.
     pub fn strike(&self, session: &Session) {
-        self.shard(&session.info.id).remove(&*session.info.id);
+        let mut shard = self.shard(&session.info.id);
+        shard.remove(&*session.info.id);
+        if shard.capacity() > 64 && shard.len() * 4 < shard.capacity() {
+            // The room of a crowd that went.
+            shard.shrink_to_fit();
+        }
     }
 
     /// The session of this id.
@@ -103,6 +108,18 @@ mod tests {
         }
         assert_eq!(ids(), stays.iter().map(|open| open.session().info.id.to_string()).collect());
         assert!(register.get("").is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_memory_of_who_left_is_free_at_once() {
+        let testing = Testing::new(0);
+        let node = testing.node("n").await;
+        let open = node.open("u");
+        tokio::time::advance(std::time::Duration::from_secs(2)).await;
+        assert_eq!(Arc::weak_count(open.session()), 0, "a weak pointer keeps it too");
+        let left = Arc::downgrade(open.session());
+        drop(open);
+        assert_eq!(left.strong_count(), 0);
     }
 
     #[test]

@@ -17,6 +17,11 @@ impl SessionId {
         Self(std::array::from_fn(|i| DIGITS[(bits >> (60 - 4 * i) & 15) as usize]))
     }
 
+    /// The bits that it is.
+    pub fn bits(&self) -> u64 {
+        u64::from_str_radix(self.as_str(), 16).expect("sixteen hexadecimal digits are 64 bits")
+    }
+
     /// The digits.
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(&self.0).expect("hexadecimal digits are text")
@@ -64,6 +69,7 @@ mod tests {
     fn an_id_is_its_bits_in_sixteen_digits() {
         for bits in [0, 1, 0x0123_4567_89ab_cdef, u64::MAX] {
             let (id, text) = (SessionId::new(bits), format!("{bits:016x}"));
+            assert_eq!(id.bits(), bits);
             assert_eq!((&*id, id.to_string(), format!("{id:?}")), (&*text, text.clone(), format!("{text:?}")));
         }
     }
