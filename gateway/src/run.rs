@@ -8,6 +8,7 @@
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -400,13 +401,21 @@ fn probe_config(config: &Config) -> ProbeConfig {
     }
 }
 
+/// How the link is, for one who looks now and then. One that was whole for a moment between two looks
+/// counts as up once: what follows is another outage, with a grace of its own.
 fn link_of(redis: Redis) -> impl Fn() -> Link + Send + Sync + 'static {
     let stats = redis.map(|redis| redis.stats());
-    move || match &stats {
-        None => Link::Up,
-        Some(stats) if stats.deaf.load(std::sync::atomic::Ordering::Relaxed) => Link::Deaf,
-        Some(stats) if stats.pubsub_up.load(std::sync::atomic::Ordering::Relaxed) => Link::Up,
-        Some(_) => Link::Down,
+    let n_seen = AtomicU64::new(0);
+    move || {
+        let Some(stats) = &stats else { return Link::Up };
+        let n_ups = stats.n_ups.load(Ordering::Relaxed);
+        if n_seen.swap(n_ups, Ordering::Relaxed) != n_ups || stats.pubsub_up.load(Ordering::Relaxed) {
+            Link::Up
+        } else if stats.deaf.load(Ordering::Relaxed) {
+            Link::Deaf
+        } else {
+            Link::Down
+        }
     }
 }
 

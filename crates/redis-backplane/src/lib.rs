@@ -107,6 +107,8 @@ pub struct LinkStats {
     pub skipped: AtomicU64,
     /// Losses of the pub/sub link.
     pub relinks: AtomicU64,
+    /// How often the pub/sub link has become whole.
+    pub n_ups: AtomicU64,
     /// The pub/sub link is whole.
     pub pubsub_up: AtomicBool,
     /// The link was given up because it heard nothing, and is not whole again.
@@ -191,6 +193,7 @@ impl RedisBackplane {
         let stats = Arc::new(LinkStats {
             skipped: AtomicU64::default(),
             relinks: AtomicU64::default(),
+            n_ups: AtomicU64::default(),
             pubsub_up: AtomicBool::default(),
             deaf: AtomicBool::default(),
             publish_up: Arc::default(),

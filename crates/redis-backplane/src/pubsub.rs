@@ -435,6 +435,7 @@ impl<'a> Link<'a> {
             Phase::Calling(first) if number < first => None,
             Phase::Calling(_) => {
                 self.phase = Phase::Up;
+                self.s.stats.n_ups.fetch_add(1, Ordering::Relaxed);
                 self.s.stats.pubsub_up.store(true, Ordering::Relaxed);
                 self.s.stats.deaf.store(false, Ordering::Relaxed);
                 self.s.stats.set_trouble(None);
