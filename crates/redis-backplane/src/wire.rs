@@ -310,6 +310,14 @@ impl<'a> Reader<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::Pin;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::{Context, Poll};
+
+    use futures_util::FutureExt;
+    use tokio::io::ReadBuf;
+
     use super::*;
 
     const MAX: usize = 100;
@@ -454,5 +462,49 @@ mod tests {
         assert!(output.is_flushed());
         drop((output, _input));
         assert_eq!(read.await.unwrap(), "*1\r\n$4\r\nPING\r\n*3\r\n$9\r\nSUBSCRIBE\r\n$3\r\nt:a\r\n$7\r\nt: ü\r\n\r\n");
+    }
+
+    /// Takes everything at once and keeps it back until it is flushed, which it is not at the first try.
+    #[derive(Default)]
+    struct Holding {
+        n_tries: usize,
+        is_out: Arc<AtomicBool>,
+    }
+
+    impl AsyncRead for Holding {
+        fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, _: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+    }
+
+    impl AsyncWrite for Holding {
+        fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+            Poll::Ready(Ok(bytes.len()))
+        }
+
+        fn poll_flush(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            self.n_tries += 1;
+            if self.n_tries == 1 {
+                return Poll::Pending;
+            }
+            self.is_out.store(true, Ordering::Relaxed);
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    #[tokio::test]
+    async fn what_the_stream_keeps_back_is_not_taken_for_sent() {
+        let holding = Holding::default();
+        let is_out = holding.is_out.clone();
+        let (_input, mut output) = split(Box::new(holding), MAX);
+        output.command("PING", &[""; 0]);
+        assert!(output.flush().now_or_never().is_none());
+        assert!(!output.is_flushed() && !is_out.load(Ordering::Relaxed));
+        output.flush().now_or_never().expect("it is flushed now").unwrap();
+        assert!(output.is_flushed() && is_out.load(Ordering::Relaxed));
     }
 }
