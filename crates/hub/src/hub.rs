@@ -1,7 +1,5 @@
 //! The node: its sessions, its phase, its ways in for the edge, the API and plugins.
 
-mod register;
-
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
@@ -43,6 +41,9 @@ use crate::wheel::{TICK, Wheel};
 
 pub use crate::handle::{GatewayHandle, Load, Phase, PublishError};
 pub use crate::open::Open;
+
+mod register;
+
 use register::Register;
 
 /// Replay reads in flight over the node; the rest waits its turn. 64: enough to keep one Redis
