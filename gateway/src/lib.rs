@@ -24,6 +24,12 @@ mod settings;
 
 pub use cli::main_with as run_with;
 
+/// Of every gateway, custom ones too. The system's (glibc) keeps the room of a crowd that has gone: 20,000 handshakes later a
+/// session costs 2.4 to 2.7 KB, with this one 1.8 as before; mimalloc starts from twice the room. Measured: `tidegate-loadtest idle`.
+#[cfg(all(unix, feature = "jemalloc"))]
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 /// The extension point and the types its calls speak in.
 pub mod plugin {
     pub use hub::auth::Identity;
