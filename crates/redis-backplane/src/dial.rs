@@ -305,17 +305,36 @@ impl Fault {
 /// The library's word, with the system's where there is one ("connection refused"). Neither holds
 /// an address or a secret.
 fn plain(error: &RedisError) -> String {
-    match std::error::Error::source(error).and_then(|source| source.downcast_ref::<io::Error>()) {
-        Some(io) => format!("{}: {}", error.category(), io.kind()),
+    // What the library calls the source is its shared pointer to it, which is an error as well.
+    type Shared = Arc<dyn std::error::Error + Send + Sync>;
+    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref::<Shared>());
+    match source.and_then(|shared| shared.downcast_ref::<io::Error>()) {
+        Some(io) => format!("{}: {}", error.category(), cause(io)),
         None => error.category().to_owned(),
     }
 }
 
+/// The kind alone: the system's text may hold an address. Of TLS, what is wrong with the server's
+/// certificate: its kind would be no more than "invalid data".
+fn cause(io: &io::Error) -> String {
+    use rustls::CertificateError::{Expired, ExpiredContext, NotValidForName, NotValidForNameContext, UnknownIssuer};
+    let Some(tls) = io.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) else {
+        return io.kind().to_string();
+    };
+    let rustls::Error::InvalidCertificate(fault) = tls else { return "TLS failed".to_owned() };
+    let fault = match fault {
+        UnknownIssuer => "is of no issuer that is trusted here",
+        NotValidForName | NotValidForNameContext { .. } => "is for another name",
+        Expired | ExpiredContext { .. } => "has expired",
+        _ => "is not valid",
+    };
+    format!("the server's certificate {fault}")
+}
+
 impl From<Broken> for Fault {
     fn from(broken: Broken) -> Self {
-        // The kind alone: the system's text may hold an address.
         Fault::Broken(match broken {
-            Broken::Io(io) => format!("no connection: {}", io.kind()),
+            Broken::Io(io) => format!("no connection: {}", cause(&io)),
             broken => broken.to_string(),
         })
     }
@@ -362,6 +381,20 @@ mod tests {
         let info = Dialer::new(&address, Duration::from_millis(250)).unwrap().info();
         assert_eq!(info.redis_settings().password(), Some("p@ss:/?#[]% word"));
         assert_eq!(info.redis_settings().username(), Some("bob"));
+    }
+
+    #[test]
+    fn a_fault_says_what_the_system_said_and_of_tls_what_is_wrong_with_the_certificate() {
+        use rustls::CertificateError::{NotValidForName, UnknownIssuer};
+        let told = |fault| io::Error::new(ErrorKind::InvalidData, rustls::Error::InvalidCertificate(fault));
+        // As the library meets it, and as the link does.
+        let texts = |io: fn() -> io::Error| [Fault::of(&io().into()).text(), Fault::from(Broken::Io(io())).text()];
+        let refused = texts(|| ErrorKind::ConnectionRefused.into());
+        assert_eq!(refused, ["I/O error: connection refused", "no connection: connection refused"]);
+        for (fault, said) in [(UnknownIssuer, "is of no issuer"), (NotValidForName, "is for another name")] {
+            let text = Fault::of(&told(fault).into()).text();
+            assert!(text.starts_with("I/O error: the server's certificate") && text.contains(said), "{text}");
+        }
     }
 
     #[test]
