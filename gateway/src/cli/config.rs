@@ -12,7 +12,7 @@ const MAX_COLUMN: usize = 36;
 /// Prints the table, its Markdown, or nothing but faults and warnings.
 ///
 /// # Errors
-/// `Config` with every fault.
+/// `Config` with every fault; `Usage` where the check finds what this build cannot do.
 pub fn run(args: &ConfigArgs) -> Result<(), CliError> {
     if args.markdown {
         say(table::markdown().trim_end());
@@ -20,8 +20,12 @@ pub fn run(args: &ConfigArgs) -> Result<(), CliError> {
     }
     let purpose = if args.check { Purpose::Serve } else { Purpose::Look };
     let config = Config::from_environment(&process_environment(), purpose)?;
+    let missing = settings::refuse_what_is_not_there(&config).err();
     let mut warnings = config.warnings();
     if args.check {
+        if let Some(missing) = missing {
+            return Err(CliError::Usage(missing.to_string()));
+        }
         say("configuration ok");
     } else {
         say(render(config.settings()).trim_end());
@@ -30,7 +34,7 @@ pub fn run(args: &ConfigArgs) -> Result<(), CliError> {
     for warning in warnings {
         complain(&format!("warning: {warning}"));
     }
-    if let Err(missing) = settings::refuse_what_is_not_there(&config) {
+    if let Some(missing) = missing {
         complain(&format!("warning: {missing}"));
     }
     Ok(())
