@@ -16,13 +16,14 @@ use super::{LOOK, bearer, with};
 
 /// More than chance would make of two nodes: with all of them on one, it holds twice its share.
 const N: usize = 120;
-/// Half a minute, and as much again for a busy machine.
-const SETTLED: Duration = Duration::from_secs(90);
+/// Half a minute; and what a busy machine makes of it, where an outage is suspected meanwhile.
+const SETTLED: Duration = Duration::from_secs(180);
 
 fn node(redis: &RedisServer, fleet: &str, name: &str, tolerance: &str, mode: &str) -> GatewayOptions {
     with(&[
         ("GATEWAY_REDIS_URL", &redis.url()),
         ("GATEWAY_REDIS_PREFIX", fleet),
+        ("GATEWAY_REDIS_TIMEOUT", "5s"),
         ("GATEWAY_NODE", name),
         ("GATEWAY_FLEET_REPORT", "1s"),
         ("GATEWAY_FLEET_TTL", "10s"),
@@ -67,14 +68,14 @@ async fn a_node_is_over_its_share_by_more_than_the_tolerance_that_is_set_or_left
     );
     let held = (fill(&full).await, fill(&counting).await);
     let counts = |least: u64| move |shed: &Value| shed["shed_total"].as_u64().is_some_and(|n| n >= least);
-    let shed = until_shedding(&counting, counts(1)).await;
-    assert_eq!(shed["suspended"], json!([]), "{shed}");
-    let shed = until_shedding(&full, |shed| shed["state"] == "idle").await;
-    assert_eq!((&shed["why"], &shed["suspended"]), (&json!("even"), &json!([])), "{shed}");
+    until_shedding(&counting, counts(1)).await;
+    let is_idle = |shed: &Value| shed["state"] == "idle";
+    let shed = until_shedding(&full, is_idle).await;
+    assert_eq!((&shed["why"], &shed["shed_total"]), (&json!("even"), &json!(0)));
     // And so it stays, while the other goes on.
     until_shedding(&counting, counts(10)).await;
-    let shed = until_shedding(&full, |_| true).await;
-    assert_eq!((&shed["state"], &shed["why"], &shed["shed_total"]), (&json!("idle"), &json!("even"), &json!(0)));
+    let shed = until_shedding(&full, is_idle).await;
+    assert_eq!((&shed["why"], &shed["shed_total"]), (&json!("even"), &json!(0)));
     for (gateway, n) in [(&full, N), (&empty, 0), (&counting, N), (&other, 0)] {
         let is = gateway.metric("gateway_sessions_open{transport=\"sse\"}").await.unwrap_or(0.0);
         assert_eq!((is, gateway.metric("gateway_shed_total").await), (n as f64, Some(0.0)));

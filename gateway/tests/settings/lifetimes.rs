@@ -3,17 +3,22 @@
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use testkit::gateway::GatewayProcess;
+use testkit::gateway::{GatewayOptions, GatewayProcess};
 use testkit::http;
 use testkit::redis::RedisServer;
 use tokio::time::{Instant, sleep};
 
-use super::{LOOK, SOON, outcome, refused, try_ws, with};
+use super::{LOOK, SOON, options, outcome, refused, try_ws};
 
 /// So long something is kept that the tests see the end of.
 const TTL: Duration = Duration::from_secs(1);
 /// The server keeps time in whole milliseconds, and by another clock than the test.
 const CLOCKS: Duration = Duration::from_millis(20);
+
+/// With this setting; and an answer of Redis that is late, on a busy machine, is none less.
+fn with(name: &str, value: &str) -> GatewayOptions {
+    options().env(name, value).env("GATEWAY_REDIS_TIMEOUT", "5s").env("GATEWAY_AUTH_TIMEOUT", "10s")
+}
 
 /// Asks again and again until the answer is another; for how long it was as it is at first.
 async fn how_long<T: PartialEq + std::fmt::Debug>(mut ask: impl AsyncFnMut() -> T, expected: T) -> Duration {
@@ -40,7 +45,7 @@ async fn publish(gateway: &GatewayProcess, key: &str) -> (String, bool) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_publishes_key_is_remembered_as_long_as_it_is_set_and_no_longer() {
     let redis = RedisServer::plain();
-    let short = || with(&[("GATEWAY_IDEMPOTENCY_TTL", "1s")]);
+    let short = || with("GATEWAY_IDEMPOTENCY_TTL", "1s");
     let gateways = tokio::join!(
         GatewayProcess::start(short()),
         GatewayProcess::start(short().env("GATEWAY_REDIS_URL", redis.url())),
@@ -58,7 +63,7 @@ async fn a_publishes_key_is_remembered_as_long_as_it_is_set_and_no_longer() {
         assert!(!is_repeat && anew > id, "{anew} after {id}");
     }
     // Longer than the test: as it stands in Redis.
-    let long = with(&[("GATEWAY_IDEMPOTENCY_TTL", "2h"), ("GATEWAY_REDIS_PREFIX", "long")]);
+    let long = with("GATEWAY_IDEMPOTENCY_TTL", "2h").env("GATEWAY_REDIS_PREFIX", "long");
     let gateway = GatewayProcess::start(long.env("GATEWAY_REDIS_URL", redis.url())).await;
     publish(&gateway, "k").await;
     assert_kept_for(&redis, "long:idem:news#k", Duration::from_secs(7_200));
@@ -79,7 +84,7 @@ async fn revoke(gateway: &GatewayProcess, what: &Value) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_revocation_is_kept_as_long_as_it_is_set_unless_it_says_itself_for_how_long() {
     let redis = RedisServer::plain();
-    let short = || with(&[("GATEWAY_REVOCATION_TTL", "1s")]);
+    let short = || with("GATEWAY_REVOCATION_TTL", "1s");
     let gateways = tokio::join!(
         GatewayProcess::start(short()),
         GatewayProcess::start(short().env("GATEWAY_REDIS_URL", redis.url())),
@@ -97,12 +102,12 @@ async fn a_revocation_is_kept_as_long_as_it_is_set_unless_it_says_itself_for_how
         assert_eq!(come("long").await, refused(401, "token_revoked"));
     }
 
-    let two_hours = with(&[("GATEWAY_REVOCATION_TTL", "2h"), ("GATEWAY_REDIS_PREFIX", "two")]);
+    let two_hours = with("GATEWAY_REVOCATION_TTL", "2h").env("GATEWAY_REDIS_PREFIX", "two");
     let gateway = GatewayProcess::start(two_hours.env("GATEWAY_REDIS_URL", redis.url())).await;
     let admin = format!("http://{}", gateway.admin());
     revoke(&gateway, &json!({"sub": "7"})).await;
     revoke(&gateway, &json!({"sid": "s", "ttl": 90})).await;
-    let told = super::options().args(&["revoke", "--jti", "j", "--admin", &admin]).run(SOON).await;
+    let told = options().args(&["revoke", "--jti", "j", "--admin", &admin]).run(SOON).await;
     assert!(told.status.success(), "{}", told.stderr);
     for (key, seconds) in [("sub:7", 7_200), ("jti:j", 7_200), ("sid:s", 90)] {
         assert_kept_for(&redis, &format!("two:revoked:{key}"), Duration::from_secs(seconds));
