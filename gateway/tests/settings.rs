@@ -5,14 +5,12 @@
 //! how Redis is reached · `probes` when a node counts as full, late or dead · `fleet` when a fleet counts as
 //! uneven · here: values that are none, and the log's form.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use testkit::gateway::{Ended, GatewayOptions, GatewayProcess, Signal, token};
 use testkit::http::Response;
+use testkit::temp::TempDir;
 use testkit::ws::WsClient;
 
 #[path = "settings/admission.rs"]
@@ -94,52 +92,6 @@ fn is_refused(ended: &Ended, names: &[&str]) {
     }
 }
 
-/// A directory of a test's own, gone with the value.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new(name: &str) -> Self {
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("settings-{name}-{}", std::process::id()));
-        fs::create_dir_all(&path).expect("the build's own directory can be written");
-        Self(path)
-    }
-
-    /// The path of a file in it, whether it is there or not.
-    fn path(&self, name: &str) -> String {
-        self.0.join(name).to_str().expect("a path in UTF-8").to_owned()
-    }
-
-    /// A file in it that holds this.
-    fn file(&self, name: &str, text: &str) -> String {
-        let path = self.path(name);
-        fs::write(&path, text).expect("it can be written");
-        path
-    }
-
-    /// Makes a certificate for 127.0.0.1 that vouches for itself; the paths of it and of its key.
-    fn certificate(&self) -> (String, String) {
-        let conf = self.file(
-            "conf",
-            "[req]\ndistinguished_name=dn\nx509_extensions=ext\nprompt=no\n[dn]\nCN=test\n\
-             [ext]\nbasicConstraints=critical,CA:FALSE\nsubjectAltName=IP:127.0.0.1\n",
-        );
-        let (certificate, key) = (self.path("certificate"), self.path("key"));
-        let made = Command::new("openssl")
-            .args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"])
-            .args(["-config", &conf, "-keyout", &key, "-out", &certificate])
-            .output()
-            .expect("openssl is installed");
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        (certificate, key)
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
 #[tokio::test]
 async fn a_value_that_is_none_stops_the_start_and_is_named() {
     for (name, values) in [
@@ -168,7 +120,7 @@ async fn a_value_that_is_none_stops_the_start_and_is_named() {
 
 #[tokio::test]
 async fn values_that_contradict_each_other_stop_the_start_and_are_all_named() {
-    let directory = Directory::new("contradictions");
+    let directory = TempDir::new("contradictions");
     let (certificate, _) = directory.certificate();
     for variables in [
         &[("GATEWAY_ACCEPT_MODE", "adaptive"), ("GATEWAY_ACCEPT_RATE", "20"), ("GATEWAY_ACCEPT_RATE_MAX", "19")][..],
@@ -202,7 +154,7 @@ async fn the_last_values_within_their_bounds_are_good() {
 
 #[tokio::test]
 async fn what_this_build_cannot_do_is_refused_by_name_and_the_check_says_so_too() {
-    let directory = Directory::new("tls");
+    let directory = TempDir::new("tls");
     let (certificate, key) = directory.certificate();
     for (variables, named) in [
         (
@@ -219,6 +171,26 @@ async fn what_this_build_cannot_do_is_refused_by_name_and_the_check_says_so_too(
         let checked = with(variables).args(&["config", "--check"]).run(SOON).await;
         is_refused(&checked, named);
         assert_eq!(checked.stdout, "");
+    }
+}
+
+#[tokio::test]
+async fn files_and_addresses_that_serve_cannot_use_are_refused_by_the_check_too() {
+    let directory = TempDir::new("unusable");
+    let junk = directory.file("junk", "neither PEM nor JSON\n");
+    for (variables, unset, named) in [
+        (&[("GATEWAY_JWT_JWKS_FILE", junk.as_str())][..], Some("GATEWAY_JWT_SECRET"), "GATEWAY_JWT_JWKS_FILE"),
+        (
+            &[("GATEWAY_REDIS_URL", "rediss://127.0.0.1:1/"), ("GATEWAY_REDIS_CA_FILE", &junk)],
+            None,
+            "GATEWAY_REDIS_CA_FILE",
+        ),
+        (&[("GATEWAY_REDIS_URL", "redis://127.0.0.1:1/nought")], None, "GATEWAY_REDIS_URL"),
+    ] {
+        for arguments in [&["serve"][..], &["config", "--check"]] {
+            let options = unset.into_iter().fold(with(variables), GatewayOptions::unset);
+            is_refused(&options.args(arguments).run(SOON).await, &[named]);
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::select_ok;
 use hub::clock::Dice;
 use redis::aio::MultiplexedConnection;
 use redis::{
@@ -14,7 +15,7 @@ use redis::{
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::{TcpStream, UnixStream, lookup_host};
 use tokio::sync::Notify;
 use tokio_rustls::TlsConnector;
 
@@ -117,7 +118,7 @@ impl Dialer {
             loop {
                 match input.next()? {
                     Some(Said::Pong) => return Ok((input, output)),
-                    Some(Said::Error(line)) => return Err(Fault::of_line(line)),
+                    Some(Said::Error(line)) => return Err(Fault::of_greeting(line)),
                     Some(_) => {}
                     None => input.fill().await?,
                 }
@@ -188,8 +189,14 @@ fn connection_info(address: &Address<'_>) -> Result<ConnectionInfo, ConfigError>
     })
 }
 
+/// All addresses of the name at once, as the library does for commands: one that swallows everything must not
+/// stand before one that lives.
 async fn tcp(host: &str, port: u16) -> io::Result<TcpStream> {
-    let stream = TcpStream::connect((host, port)).await?;
+    let dials: Vec<_> = lookup_host((host, port)).await?.map(|at| Box::pin(TcpStream::connect(at))).collect();
+    if dials.is_empty() {
+        return Err(ErrorKind::NotFound.into());
+    }
+    let (stream, _slower) = select_ok(dials).await?;
     stream.set_nodelay(true)?;
     Ok(stream)
 }
@@ -277,7 +284,16 @@ impl Fault {
         Fault::said(code, detail)
     }
 
+    /// What the server refused before it knew us. Its word alone: an error about HELLO may repeat what
+    /// was sent with it, and that is the password.
+    fn of_greeting(line: &[u8]) -> Self {
+        let code = line.split(|&b| b == b' ').next().unwrap_or_default();
+        Fault::Broken(format!("HELLO 3 was refused: {}", String::from_utf8_lossy(code)))
+    }
+
     fn said(code: &str, detail: &str) -> Self {
+        // An unknown command is told with its arguments, which are somebody's data.
+        let detail = detail.split(", with args beginning").next().unwrap_or_default();
         match code {
             "READONLY" => Fault::Demoted,
             "ERR" if detail.contains("Function not found") => Fault::Missing,
@@ -351,6 +367,9 @@ pub(crate) type SharedDialer = Arc<Dialer>;
 
 #[cfg(test)]
 mod tests {
+    use testkit::redis::RedisServer;
+    use testkit::temp::TempDir;
+
     use super::*;
 
     fn dialer(url: &str) -> Result<Dialer, ConfigError> {
@@ -395,6 +414,32 @@ mod tests {
             let text = Fault::of(&told(fault).into()).text();
             assert!(text.starts_with("I/O error: the server's certificate") && text.contains(said), "{text}");
         }
+    }
+
+    #[test]
+    fn what_was_sent_is_in_no_fault() {
+        let echo = b"ERR unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' 'p@ss' ";
+        assert_eq!(Fault::of_greeting(echo).text(), "HELLO 3 was refused: ERR");
+        assert_eq!(Fault::of_line(echo).text(), "ERR unknown command 'HELLO'");
+    }
+
+    /// By the link's own means: a node asks by other connections first, and would get no further.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn the_link_trusts_whom_the_ca_file_vouches_for_under_the_right_name_and_nobody_else() {
+        let directory = TempDir::new("link-tls");
+        let (certificate, key) = directory.certificate();
+        let (_server, port) = RedisServer::with_tls(&certificate, &key);
+        let ca = PathBuf::from(certificate);
+        let link = async |host: &str, ca_file: Option<&PathBuf>| {
+            let url = format!("rediss://{host}:{port}");
+            let dialer = Dialer::new(&Address { url: &url, password: None, ca_file }, Duration::from_secs(5)).unwrap();
+            dialer.link(1_024).await.map(drop).map_err(|fault| fault.text())
+        };
+        assert_eq!(link("127.0.0.1", Some(&ca)).await, Ok(()));
+        let untold = link("127.0.0.1", None).await.unwrap_err();
+        assert!(untold.contains("certificate"), "{untold}");
+        let misnamed = link("localhost", Some(&ca)).await.unwrap_err();
+        assert!(misnamed.contains("the server's certificate is for another name"), "{misnamed}");
     }
 
     #[test]

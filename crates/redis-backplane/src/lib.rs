@@ -54,8 +54,10 @@ use revocation::Question;
 use schema::Schema;
 use wants::Wants;
 
-/// Messages that may wait for the hub. Small: with events of the greatest length it is 64 MiB.
-const TO_HUB: usize = 1_024;
+/// Bytes of events of the greatest length that may wait for the hub; fewer events where those are longer.
+const MAX_TO_HUB: usize = 64 << 20;
+/// Messages that may wait for it, however short.
+const TO_HUB: std::ops::RangeInclusive<usize> = 16..=1_024;
 
 /// Everything that the backplane needs to know. `Debug` hides the URL and the password.
 #[derive(Clone)]
@@ -91,6 +93,14 @@ impl fmt::Debug for RedisConfig {
 }
 
 impl RedisConfig {
+    /// Could a connection be tried with it? The CA file is read, nothing is dialled.
+    ///
+    /// # Errors
+    /// `ConfigError`: `RedisBackplane::connect` would give the same.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        self.dialer().map(drop)
+    }
+
     fn dialer(&self) -> Result<Dialer, ConfigError> {
         if self.prefix.is_empty() || self.prefix.len() > 100 || self.prefix.contains(char::is_whitespace) {
             return Err(ConfigError::Prefix);
@@ -209,7 +219,8 @@ impl RedisBackplane {
         let schema = Arc::new(Schema::new(&config, keys.clone(), control.clone(), dialer.connect_timeout()));
         let wants = Arc::new(Wants::default());
         let life = format!("{}/{:016x}", config.node, dice.bits());
-        let (out, link) = mpsc::channel(TO_HUB);
+        let to_hub = (MAX_TO_HUB / config.max_message.max(1)).clamp(*TO_HUB.start(), *TO_HUB.end());
+        let (out, link) = mpsc::channel(to_hub);
         let (started, start) = watch::channel(Start::Waiting);
         let supervisor = Supervisor {
             dialer: dialer.clone(),

@@ -20,7 +20,7 @@ use hub::channel::Channel;
 use hub::cursor::EventId;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 use crate::LinkStats;
 use crate::dial::{Backoff, Fault, SharedDialer};
@@ -33,7 +33,7 @@ use crate::wire::{Broken, Input, Output, Said};
 
 /// Channels in one SUBSCRIBE. Measured: 10,000 one by one take 521 ms, in chunks of 500 37 ms.
 const CHUNK: usize = 500;
-/// Bytes that may have arrived and wait for the hub. As much as Redis itself keeps for a subscriber
+/// Bytes that may have arrived and wait for the hub, unless messages may be longer. As much as Redis itself keeps for a subscriber
 /// that does not read (its default `client-output-buffer-limit pubsub`).
 const MAX_WAITING: usize = 32 << 20;
 /// Messages taken in one turn; then everything else of the link has its own.
@@ -44,6 +44,8 @@ const PULSE: Duration = Duration::from_secs(1);
 const SILENCE: Duration = Duration::from_secs(3);
 /// How often silence is looked for.
 const TICK: Duration = Duration::from_millis(250);
+/// Whoever looks so late has stood still itself, and what came meanwhile lies in the socket.
+const LATE_LOOK: Duration = Duration::from_secs(1);
 
 /// How far the backplane has got, for whoever waits to start.
 #[derive(Clone, Debug)]
@@ -112,6 +114,7 @@ impl Supervisor {
                     if self.out.is_closed() {
                         return;
                     }
+                    self.wants.forget();
                     self.report(error);
                     self.dialer.pause(backoff.next()).await;
                     continue;
@@ -135,6 +138,11 @@ impl Supervisor {
     async fn connect(&self) -> Result<(Input, Output), StartError> {
         self.schema.prepare().await?;
         self.dialer.link(self.max_payload()).await.map_err(StartError::from)
+    }
+
+    /// Bytes that may have arrived and wait for the hub: a message of the greatest length, in any case.
+    fn max_waiting(&self) -> usize {
+        MAX_WAITING.max(2 * self.max_payload())
     }
 
     /// Longer messages are not looked at. Generous, as another node may allow larger events.
@@ -175,7 +183,10 @@ struct Link<'a> {
     own: Vec<String>,
     /// The one SUBSCRIBE or UNSUBSCRIBE under way: since when, and how many answers it waits for.
     command: Option<(Instant, usize)>,
-    ping: Option<Instant>,
+    /// Which of the two was sent last.
+    last: Direction,
+    /// The PING under way: since when, and the newest beacon that had gone out before it.
+    ping: Option<(Instant, u64)>,
     next_ping: Instant,
     beacon: Option<(u64, BoxFuture<'static, Result<(), Fault>>)>,
     next_beacon: Instant,
@@ -186,8 +197,19 @@ struct Link<'a> {
     sent: u64,
     answered: u64,
     seen: u64,
-    /// Since when an answered beacon is missing.
-    missing: Option<Instant>,
+    /// This beacon and those before it stand, on the wire, before a PONG that has arrived.
+    passed: u64,
+    /// The oldest answered beacon that is missing, and since when.
+    missing: Option<(u64, Instant)>,
+    /// When something arrived last.
+    heard: Instant,
+}
+
+/// Which way a channel goes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Join,
+    Leave,
 }
 
 /// Is there more to hand over?
@@ -216,6 +238,7 @@ impl<'a> Link<'a> {
             leaves: VecDeque::new(),
             own,
             command: None,
+            last: Direction::Leave,
             ping: None,
             next_ping: now + PULSE,
             beacon: None,
@@ -225,12 +248,15 @@ impl<'a> Link<'a> {
             sent: 0,
             answered: 0,
             seen: 0,
+            passed: 0,
             missing: None,
+            heard: now,
         }
     }
 
     async fn run(mut self, mut input: Input) -> Loss {
         let mut tick = tokio::time::interval(TICK);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             if let Err(loss) = self.step(&mut input, &mut tick).await {
                 return loss;
@@ -244,20 +270,25 @@ impl<'a> Link<'a> {
         self.look_at_wants()?;
         self.send_what_is_due();
         let behind = self.hand_over(input)?;
-        if input.n_waiting() > MAX_WAITING {
+        if input.n_waiting() > self.s.max_waiting() {
             return Err(Loss::Overrun);
         }
         let is_flushed = self.output.is_flushed();
         tokio::select! {
             room = self.s.out.reserve(), if behind == Behind::Yes => room.map(drop).map_err(|_| Loss::NobodyListens),
-            filled = input.fill() => filled.map_err(Loss::from),
+            filled = input.fill() => {
+                self.heard = Instant::now();
+                filled.map_err(Loss::from)
+            }
             flushed = self.output.flush(), if !is_flushed => flushed.map_err(Loss::from),
             done = stored(&mut self.beacon) => self.beacon_answered(done),
             () = self.s.wants.changed() => Ok(()),
-            _ = tick.tick() => Ok(()),
-        }?;
-        // Only when all that has arrived was looked at: slowness here is no silence there.
-        if behind == Behind::No { self.look_for_silence() } else { Ok(()) }
+            due = tick.tick() => {
+                // Only when all that has arrived was looked at: slowness here is no silence there.
+                let may_look = behind == Behind::No && due.elapsed() < LATE_LOOK;
+                if may_look { self.look_for_silence() } else { Ok(()) }
+            }
+        }
     }
 
     /// Tells the hub what there is to tell and what has arrived, as far as it has room.
@@ -304,9 +335,10 @@ impl<'a> Link<'a> {
         if self.ping.is_none() && now >= self.next_ping {
             self.next_ping = now + PULSE;
             self.output.command("PING", &[""; 0]);
-            self.ping = Some(now);
+            self.ping = Some((now, self.answered));
         }
         if self.phase == Phase::Joining && self.owed.is_empty() {
+            self.owed = HashSet::new();
             self.phase = Phase::Calling(self.sent + 1);
             self.next_beacon = now;
         }
@@ -330,8 +362,26 @@ impl<'a> Link<'a> {
         Box::pin(async move { control.call::<()>(&cmd, Again::Once).await })
     }
 
-    /// Sends the next chunk to join or to leave, as it stands now; returns how many names are in it.
+    /// Sends the next chunk to join or to leave, as it stands now; returns how many names are in it. In turns, once
+    /// the link is whole: what nobody wants any more would stay for as long as others keep being joined.
     fn next_command(&mut self) -> Option<usize> {
+        let is_leaves_turn = self.phase != Phase::Joining && self.last == Direction::Join;
+        let turns = [Direction::Leave, Direction::Join, Direction::Leave];
+        for direction in turns.into_iter().skip(usize::from(!is_leaves_turn)) {
+            let (command, names) = match direction {
+                Direction::Join => ("SUBSCRIBE", self.names_to_join()),
+                Direction::Leave => ("UNSUBSCRIBE", self.names_to_leave()),
+            };
+            if !names.is_empty() {
+                self.output.command(command, &names);
+                self.last = direction;
+                return Some(names.len());
+            }
+        }
+        None
+    }
+
+    fn names_to_join(&mut self) -> Vec<String> {
         let mut names = std::mem::take(&mut self.own);
         while names.len() < CHUNK
             && let Some(channel) = self.joins.pop_front()
@@ -343,28 +393,21 @@ impl<'a> Link<'a> {
                 self.owed.remove(&name);
             }
         }
-        let mut command = "SUBSCRIBE";
-        if names.is_empty() {
-            command = "UNSUBSCRIBE";
-            while names.len() < CHUNK
-                && let Some(channel) = self.leaves.pop_front()
-            {
-                if self.s.wants.leaves(&channel) {
-                    names.push(self.s.keys.live(&channel));
-                }
+        give_back(&mut self.joins);
+        names
+    }
+
+    fn names_to_leave(&mut self) -> Vec<String> {
+        let mut names = Vec::new();
+        while names.len() < CHUNK
+            && let Some(channel) = self.leaves.pop_front()
+        {
+            if self.s.wants.leaves(&channel) {
+                names.push(self.s.keys.live(&channel));
             }
         }
-        if names.is_empty() {
-            return None;
-        }
-        self.output.command(command, &names);
-        // The room of a crowd is given back once all of it was sent.
-        for queue in [&mut self.joins, &mut self.leaves] {
-            if queue.is_empty() {
-                *queue = VecDeque::new();
-            }
-        }
-        Some(names.len())
+        give_back(&mut self.leaves);
+        names
     }
 
     /// What the server says, and what the hub is to be told of it.
@@ -384,7 +427,7 @@ impl<'a> Link<'a> {
                 Ok(None)
             }
             Said::Pong => {
-                self.ping = None;
+                self.passed = self.ping.take().map_or(self.passed, |(_, newest)| newest);
                 Ok(None)
             }
             Said::Error(line) => Err(Loss::Refused(Fault::of_line(line).text())),
@@ -452,24 +495,47 @@ impl<'a> Link<'a> {
             Ok(()) => self.answered = self.answered.max(number),
             // The library went (FUNCTION FLUSH), or another server answers: prepare it, link anew.
             Err(fault @ (Fault::Missing | Fault::Demoted)) => return Err(Loss::Refused(fault.text())),
-            Err(fault) => tracing::debug!(error = fault.text(), "no beacon went out"),
+            Err(fault) if self.phase == Phase::Up => tracing::debug!(error = fault.text(), "no beacon went out"),
+            // Until one has, the node waits for it.
+            Err(fault) => {
+                let trouble = format!("no beacon goes out: {}", fault.text());
+                if self.s.stats.set_trouble(Some(trouble)) {
+                    tracing::warn!(
+                        error = fault.text(),
+                        "the pub/sub link stands, but no beacon goes out, trying again for ever"
+                    );
+                }
+            }
         }
         Ok(())
     }
 
+    /// A beacon is not missing as long as what arrives may stand before it: a PING that went out after it was
+    /// answered tells, for its PONG stands behind it. And who is being heard is not silent.
     fn look_for_silence(&mut self) -> Result<(), Loss> {
         let is_late = |since: Instant| since.elapsed() >= SILENCE;
-        self.missing = if self.answered > self.seen { self.missing.or_else(|| Some(Instant::now())) } else { None };
-        if self.missing.is_some_and(is_late) {
+        self.missing = match self.missing {
+            Some((number, since)) if self.seen < number => Some((number, since)),
+            _ => (self.answered > self.seen).then(|| (self.answered, Instant::now())),
+        };
+        if self.missing.is_some_and(|(number, since)| is_late(since) && self.passed >= number) {
             return Err(Loss::Deaf);
         }
-        let waiting = [self.command.map(|(since, _)| since), self.ping];
-        if waiting.into_iter().flatten().any(is_late) { Err(Loss::Silent) } else { Ok(()) }
+        let waiting = [self.command.map(|(since, _)| since), self.ping.map(|(since, _)| since)];
+        let is_silent = waiting.into_iter().flatten().any(|since| is_late(since.max(self.heard)));
+        if is_silent { Err(Loss::Silent) } else { Ok(()) }
     }
 
     fn skip(&self) -> Option<FromLink> {
         self.s.stats.skipped.fetch_add(1, Ordering::Relaxed);
         None
+    }
+}
+
+/// The room of a crowd is given back once all of it was sent.
+fn give_back(queue: &mut VecDeque<Channel>) {
+    if queue.is_empty() {
+        *queue = VecDeque::new();
     }
 }
 

@@ -25,6 +25,19 @@ struct Channels {
     touched: Vec<Channel>,
 }
 
+impl Channels {
+    fn forget(&mut self) {
+        self.touched = Vec::new();
+        self.all.retain(|_, stand| {
+            *stand = Stand { is_wanted: stand.is_wanted, ..Stand::default() };
+            stand.is_wanted
+        });
+        if self.all.capacity() > 64 && self.all.len() * 4 < self.all.capacity() {
+            self.all.shrink_to_fit();
+        }
+    }
+}
+
 /// How it stands with a channel.
 #[derive(Clone, Copy, Default)]
 struct Stand {
@@ -93,12 +106,14 @@ impl Wants {
     /// For a new link, on which nothing stands: everything that is wanted, and nothing else to look at.
     pub(crate) fn begin(&self) -> Vec<Channel> {
         let channels = &mut *self.channels();
-        channels.touched = Vec::new();
-        channels.all.retain(|_, stand| {
-            *stand = Stand { is_wanted: stand.is_wanted, ..Stand::default() };
-            stand.is_wanted
-        });
+        channels.forget();
         channels.all.keys().cloned().collect()
+    }
+
+    /// There is no link: nothing stands, and what is not wanted is nothing. Nobody else looks at what was touched
+    /// then, which would grow with every name that comes and goes.
+    pub(crate) fn forget(&self) {
+        self.channels().forget();
     }
 
     /// What was wanted or unwanted since the last look, as it stands now.
@@ -239,6 +254,20 @@ mod tests {
         assert!(touched(&wants).is_empty());
         assert!(["a", "b", "c"].iter().all(|name| wants.standing(name).is_none()));
         assert!(wants.is_missing(&channel("a")) && !wants.is_missing(&channel("b")));
+    }
+
+    #[test]
+    fn without_a_link_what_came_and_went_is_forgotten_and_what_is_wanted_is_not() {
+        let wants = Wants::default();
+        wants.want(&channel("a"));
+        for n in 0..10_000 {
+            let passing = channel(&format!("c{n}"));
+            wants.want(&passing);
+            wants.unwant(&passing);
+        }
+        wants.forget();
+        assert!(wants.channels().all.capacity() < 100 && wants.channels().touched.capacity() == 0);
+        assert_eq!(wants.begin(), [channel("a")]);
     }
 
     #[test]

@@ -305,6 +305,50 @@ async fn a_password_that_is_refused_at_first_is_tried_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_server_without_hello_is_named_as_the_trouble_and_the_password_is_not() {
+    let extra = ["--rename-command", "HELLO", ""].map(str::to_owned).into();
+    let server =
+        RedisServer::start(RedisOptions { requirepass: Some("hush".into()), extra, ..RedisOptions::default() });
+    let node = Node::start(config(server.url(), "t", "n"));
+    until("the trouble has a name", || node.plane.stats().trouble().is_some_and(|t| t.contains("HELLO"))).await;
+    let trouble = node.plane.stats().trouble().unwrap();
+    assert!(!trouble.contains("hush") && !node.plane.is_link_up(), "{trouble}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_may_not_publish_says_so_and_is_up_as_soon_as_it_may() {
+    let server = RedisServer::plain();
+    assert_eq!(server.cli(&["ACL", "SETUSER", "default", "-publish"]), "OK");
+    let mut node = Node::start(config(server.url(), "t", "n"));
+    until("the trouble has a name", || node.plane.stats().trouble().is_some_and(|t| t.contains("beacon"))).await;
+    assert!(!node.plane.is_link_up());
+    assert_eq!(server.cli(&["ACL", "SETUSER", "default", "+publish"]), "OK");
+    node.until_up().await;
+    assert_eq!(node.plane.stats().trouble(), None);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn channels_are_left_while_others_keep_being_joined() {
+    let server = RedisServer::plain();
+    let mut node = Node::up(&server, "t", "n").await;
+    let old = channel("old");
+    node.want(&old).await;
+    node.plane.unwant(&old);
+    // Until it is left there is always somebody to be joined; the hub takes what it is told.
+    let Node { plane, mut link } = node;
+    let others = tokio::spawn(async move {
+        for i in 0.. {
+            plane.want(&channel(&format!("c{i}")));
+            tokio::task::yield_now().await;
+        }
+    });
+    let hub = tokio::spawn(async move { while link.recv().await.is_some() {} });
+    until("it is left", || !upstream(&server).contains("t:live:old")).await;
+    others.abort();
+    hub.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_quiet_spell_costs_the_first_call_nothing() {
     let server = RedisServer::plain();
     let node = Node::up(&server, "t", "n").await;

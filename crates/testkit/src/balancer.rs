@@ -13,7 +13,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::gateway::GatewayProcess;
-use crate::redis::{TempDir, free_port, pass, signal};
+use crate::redis::{free_port, pass, signal};
+use crate::temp::TempDir;
 
 /// How long a balancer may take to accept its first connection, or to end.
 const START_TIMEOUT: Duration = Duration::from_secs(20);

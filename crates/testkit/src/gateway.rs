@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::http::{self, Response};
-use crate::redis::{TempDir, signal};
+use crate::redis::signal;
+use crate::temp::TempDir;
 
 /// The key that a gateway of the kit verifies tokens with (HMAC), unless the test sets another.
 pub const JWT_SECRET: &str = "a secret that only tests know, 32+ bytes";

@@ -4,7 +4,7 @@
 //! `balancer` a real HAProxy or nginx in front · `chance` the seed of what is drawn · `contract` what
 //! every backplane must pass · `faults` a backplane that is late, silent or away ·
 //! `redis` a real server to kill, pause and fail over · `proxy` a wire to cut · `gateway` the real
-//! binary · `http`, `sse`, `ws` raw clients · `numbered` events that are counted from the publisher
+//! binary · `http`, `sse`, `ws` raw clients · `temp` a directory to write in · `numbered` events that are counted from the publisher
 //! to the client · `world` a fleet and its clients on in-memory pipes under a paused clock · `fleet`
 //! tens of hubs and tens of thousands of light clients under that clock.
 
@@ -19,5 +19,6 @@ pub mod numbered;
 pub mod proxy;
 pub mod redis;
 pub mod sse;
+pub mod temp;
 pub mod world;
 pub mod ws;

@@ -7,13 +7,14 @@
 use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
 use tokio::time::Instant;
+
+use crate::temp::TempDir;
 
 /// How long a server may take to answer its first PING, or to end.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
@@ -65,6 +66,24 @@ impl RedisServer {
             }
         }
         panic!("redis-server did not start on any of {MAX_PORTS} ports:\n{}", log_of(dir.path()))
+    }
+
+    /// As `plain`, and it speaks TLS with this certificate (a path, as its key's) on a further port.
+    ///
+    /// # Panics
+    /// Also where it is built without TLS.
+    pub fn with_tls(certificate: &str, key: &str) -> (Self, u16) {
+        let extra = ["--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate];
+        let extra = extra.into_iter().chain(["--tls-auth-clients", "no"]).map(str::to_owned).collect();
+        let server = Self::start(RedisOptions { extra, ..RedisOptions::default() });
+        for _ in 0..MAX_PORTS {
+            // Somebody else may take it before the server does; it says so then.
+            let port = free_port();
+            if server.cli(&["CONFIG", "SET", "tls-port", &port.to_string()]) == "OK" {
+                return (server, port);
+            }
+        }
+        panic!("no port for TLS: is this redis-server built with it?")
     }
 
     /// A server that keeps nothing, without a password.
@@ -290,34 +309,4 @@ pub(crate) fn signal(pid: u32, name: &str) {
 pub(crate) fn pass(time: Duration) {
     let (_keep, never) = mpsc::channel::<()>();
     let _ = never.recv_timeout(time);
-}
-
-/// A directory of its own under the system's temporary one, removed on drop.
-pub(crate) struct TempDir(PathBuf);
-
-impl TempDir {
-    pub(crate) fn new(of: &str) -> Self {
-        static N: AtomicU32 = AtomicU32::new(0);
-        let root = std::env::temp_dir();
-        loop {
-            let n = N.fetch_add(1, Ordering::Relaxed);
-            let path = root.join(format!("tidegate-{of}-{}-{n}", std::process::id()));
-            match fs::create_dir(&path) {
-                Ok(()) => return Self(path),
-                // Left over by an earlier process with this id.
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(e) => panic!("cannot make {}: {e}", path.display()),
-            }
-        }
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for TempDir {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }

@@ -2,7 +2,6 @@
 //! is the real one, ten seconds for a URL.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,6 +10,7 @@ use hub::auth::{Algorithm, mint_with_kid};
 use serde_json::{Value, json};
 use testkit::gateway::{GatewayOptions, GatewayProcess};
 use testkit::http;
+use testkit::temp::TempDir;
 use testkit::ws::WsClient;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -272,54 +272,25 @@ async fn without_its_first_key_set_a_gateway_is_starting() {
     assert_eq!(with_token(&gateway, &a.token()).await, good());
 }
 
-/// A directory of the test's own, gone with the value.
-struct Dir(PathBuf);
-
-impl Dir {
-    fn new(name: &str) -> Self {
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("keys-{name}-{}", std::process::id()));
-        fs::create_dir_all(&path).expect("the build's own directory");
-        Self(path)
-    }
-
-    /// Puts a file in the place of another, as editors and mounts do.
-    fn exchange(&self, name: &str, text: &str) -> PathBuf {
-        let (beside, path) = (self.0.join("next"), self.0.join(name));
-        fs::write(&beside, text).expect("it is ours");
-        fs::rename(&beside, &path).expect("it is ours");
-        path
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_file_is_read_again_when_it_changed() {
     let (a, b) = (Key::new("a"), Key::new("b"));
-    let dir = Dir::new("file");
-    let path = dir.exchange("keys.json", &set(&[&a]));
-    let by_file = || {
-        options()
-            .unset("GATEWAY_JWT_SECRET")
-            .env("GATEWAY_JWT_JWKS_FILE", path.to_str().expect("a path of the build's"))
-    };
+    let dir = TempDir::new("keys");
+    let path = dir.file("keys.json", &set(&[&a]));
+    let by_file = || options().unset("GATEWAY_JWT_SECRET").env("GATEWAY_JWT_JWKS_FILE", path.as_str());
     let gateway = GatewayProcess::start(by_file()).await;
     assert_eq!(with_token(&gateway, &a.token()).await, good());
-    dir.exchange("keys.json", &set(&[&a, &b]));
+    dir.file("keys.json", &set(&[&a, &b]));
     until_answered(&gateway, &b.token(), good()).await;
-    dir.exchange("keys.json", "{\"keys\": [");
+    dir.file("keys.json", "{\"keys\": [");
     until_answered(&gateway, &Key::new("c").token(), unavailable()).await;
     fs::remove_file(&path).expect("it is there");
     assert_eq!(with_token(&gateway, &a.token()).await, good(), "the last good set stays");
-    dir.exchange("keys.json", &set(&[&b]));
+    dir.file("keys.json", &set(&[&b]));
     until_answered(&gateway, &a.token(), unknown()).await;
     assert_eq!(with_token(&gateway, &b.token()).await, good());
     // At the start a bad one is a mistake in the configuration.
-    dir.exchange("keys.json", "<html>");
+    dir.file("keys.json", "<html>");
     let ended = by_file().run(SOON).await;
     assert_eq!(ended.status.code(), Some(64), "{}", ended.stderr);
 }

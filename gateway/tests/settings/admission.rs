@@ -7,6 +7,7 @@ use hub::clock::Clock;
 use serde_json::{Value, json};
 use testkit::gateway::{GatewayProcess, JWT_SECRET};
 use testkit::sse::SseClient;
+use testkit::temp::TempDir;
 use testkit::ws::WsClient;
 use tokio::time::{Instant, sleep};
 
@@ -92,9 +93,9 @@ async fn only_the_listed_algorithms_are_taken_and_the_command_line_signs_with_on
         .output()
         .expect("openssl is installed")
         .stdout;
-    let directory = super::Directory::new("rsa");
+    let directory = TempDir::new("rsa");
     let private = directory.file("private", std::str::from_utf8(&key).expect("PEM is text"));
-    let public = directory.path("public");
+    let public = directory.path_of("public");
     let made = Command::new("openssl").args(["pkey", "-in", &private, "-pubout", "-out", &public]).status();
     assert!(made.expect("openssl is installed").success());
     let gateway = GatewayProcess::start(

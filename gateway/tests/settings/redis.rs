@@ -1,14 +1,13 @@
 //! How Redis is reached: with a password of its own variable, by a CA of one's own. That several partitions
 //! need a cluster, and that this build speaks to none, is looked at beside the other refusals.
 
-use std::net::TcpListener;
-
 use testkit::gateway::{GatewayOptions, GatewayProcess};
 use testkit::http;
 use testkit::redis::{RedisOptions, RedisServer};
+use testkit::temp::TempDir;
 use tokio::time::{Instant, sleep};
 
-use super::{Directory, LOOK, SOON, is_refused, options, serves, with};
+use super::{LOOK, SOON, is_refused, options, serves, with};
 
 /// Everything that would have to be encoded in a URL.
 const PASSWORD: &str = "a#/@%+= :?&\"'\\\u{fc}$[";
@@ -44,7 +43,7 @@ async fn a_password_that_fits_no_url_opens_every_connection_to_redis() {
     // As a user of the server's own list, and from a file that an editor has ended with a line end.
     let rights = ["ACL", "SETUSER", "gate", "on", &format!(">{PASSWORD}"), "~*", "&*", "+@all"];
     assert_eq!(redis.cli(&rights), "OK");
-    let directory = Directory::new("password");
+    let directory = TempDir::new("password");
     let file = directory.file("password", &format!("{PASSWORD}\n"));
     let as_gate = || on(&redis, "gate@").env("GATEWAY_REDIS_PASSWORD_FILE", file.as_str());
     drop(gateway);
@@ -76,26 +75,11 @@ async fn a_gateway_whose_password_is_not_right_yet_waits_until_it_is() {
     assert!(!wrong.stderr().contains(NEW), "{}", wrong.stderr());
 }
 
-/// A server that speaks TLS with this certificate; the port where it does.
-fn with_tls(certificate: &str, key: &str) -> (RedisServer, u16) {
-    let extra = ["--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate];
-    let extra = extra.into_iter().chain(["--tls-auth-clients", "no"]).map(str::to_owned).collect();
-    let server = RedisServer::start(RedisOptions { extra, ..RedisOptions::default() });
-    for _ in 0..20 {
-        // Somebody else may take it before the server does; it says so then.
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        if server.cli(&["CONFIG", "SET", "tls-port", &port.to_string()]) == "OK" {
-            return (server, port);
-        }
-    }
-    panic!("no port for TLS: is this redis-server built with it?")
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_ca_of_ones_own_vouches_for_redis_and_without_it_nobody_does() {
-    let directory = Directory::new("redis-tls");
+    let directory = TempDir::new("redis-tls");
     let (certificate, key) = directory.certificate();
-    let (_redis, port) = with_tls(&certificate, &key);
+    let (_redis, port) = RedisServer::with_tls(&certificate, &key);
     let url = format!("rediss://127.0.0.1:{port}/");
     let untold = GatewayProcess::start_unready(with(&[("GATEWAY_REDIS_URL", &url)])).await;
     let told = || with(&[("GATEWAY_REDIS_URL", &url)]);
