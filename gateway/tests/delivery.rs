@@ -1,10 +1,13 @@
 //! Between a publish and the sockets, when somebody on the way is slow, silent, gone or too eager:
 //! the real binary, real sockets, raw clients.
 //!
-//! `order` numbers over two nodes, and what two deployments on one Redis see of each other · `slow` readers that
-//! stop · `silence` peers that vanish without a word, and those that only say nothing · `churn`
-//! what crowds leave behind · `eager` who asks faster than it can be answered. What one connection
-//! may send stands in `protocol`, what an outage of Redis does in `outage`.
+//! `order` numbers over two nodes, and what two deployments on one Redis see of each other ·
+//! `deployments` with nodes, users and tokens of the same names · `crowd` hundreds on one channel ·
+//! `upstream` what Redis is asked for on behalf of clients · `poison` what is no event · `slow` readers
+//! that stop · `behind` the gateway's own receiver that lags · `silence` peers that vanish without a
+//! word, and those that only say nothing · `churn` what crowds leave behind · `eager` who asks faster
+//! than it can be answered · `excess` who sends more than anybody may. What one connection may send
+//! stands in `protocol`, what an outage of Redis does in `outage`.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -17,17 +20,29 @@ use testkit::ws::WsClient;
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{Instant, sleep};
 
+#[path = "delivery/behind.rs"]
+mod behind;
 #[path = "delivery/churn.rs"]
 mod churn;
+#[path = "delivery/crowd.rs"]
+mod crowd;
+#[path = "delivery/deployments.rs"]
+mod deployments;
 #[path = "delivery/eager.rs"]
 mod eager;
+#[path = "delivery/excess.rs"]
+mod excess;
 #[path = "delivery/order.rs"]
 mod order;
+#[path = "delivery/poison.rs"]
+mod poison;
 #[cfg(target_os = "linux")]
 #[path = "delivery/silence.rs"]
 mod silence;
 #[path = "delivery/slow.rs"]
 mod slow;
+#[path = "delivery/upstream.rs"]
+mod upstream;
 
 /// The longest that a state may take to be reached; nothing is promised by it.
 const SOON: Duration = Duration::from_secs(30);

@@ -6,7 +6,7 @@ use testkit::gateway::GatewayProcess;
 use testkit::http;
 use testkit::redis::RedisServer;
 
-use super::{hearing, n_sockets, on_redis, resident, sse, status, until, until_open, ws};
+use super::{closed, hearing, n_sockets, on_redis, resident, sse, status, until, until_open, ws};
 
 /// Names that a crowd joins and asks for; each is used again and again.
 const CHANNELS: usize = 200;
@@ -69,18 +69,24 @@ async fn three_thousand_who_came_and_went_leave_nothing_behind() {
     let gateway = GatewayProcess::start(on_redis(&redis.url())).await;
     // The first thousand bring everything to its usual size: pools, connections, threads.
     lives(&gateway, 0, ROUND).await;
+    let cpu = async || gateway.metric("process_cpu_seconds_total").await.expect("it is there");
+    let cpu_first = cpu().await;
     let (descriptors, series_before, first) = (n_descriptors(&gateway), series(&gateway).await, resident(&gateway));
     let links = redis.cli(&["CLIENT", "LIST"]).lines().count();
     lives(&gateway, ROUND, 2 * ROUND).await;
-    let second = resident(&gateway);
+    let (second, cpu_second) = (resident(&gateway), cpu().await);
     lives(&gateway, 2 * ROUND, 3 * ROUND).await;
-    let third = resident(&gateway);
-    println!("resident after each thousand: {first}, {second}, {third}");
+    let (third, cpu_third) = (resident(&gateway), cpu().await);
+    println!(
+        "resident after each thousand: {first}, {second}, {third}; CPU time: {cpu_first}, {cpu_second}, {cpu_third}"
+    );
     // A kilobyte a life that stays would be two megabytes over both.
     assert!(
         third.saturating_sub(first) < 8 << 20 && third.saturating_sub(second) < 4 << 20,
         "{first} {second} {third}"
     );
+    // What is left behind and looked through for each who comes would make it several times as much.
+    assert!(cpu_third - cpu_second < 3.0 * (cpu_second - cpu_first) + 0.5, "{cpu_first} {cpu_second} {cpu_third}");
     assert!(n_descriptors(&gateway) <= descriptors + 2, "{descriptors}, then {}", n_descriptors(&gateway));
     assert!(redis.cli(&["CLIENT", "LIST"]).lines().count() <= links + 2);
     assert_eq!(series(&gateway).await, series_before, "no label grew");
@@ -96,6 +102,44 @@ async fn three_thousand_who_came_and_went_leave_nothing_behind() {
     gateway.publish("c1", &json!("still here")).await;
     let heard: Value = client.json().await;
     assert_eq!(heard["data"], "still here");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn users_that_came_and_went_keep_no_place_and_no_key_in_redis() {
+    const USERS: usize = 40;
+    const EACH: usize = 5;
+    let redis = RedisServer::plain();
+    let gateway = GatewayProcess::start(on_redis(&redis.url()).env("GATEWAY_MAX_SESSIONS_PER_USER", "3")).await;
+    let keys = || {
+        let mut keys: Vec<String> = redis.cli(&["KEYS", "*"]).lines().map(str::to_owned).collect();
+        keys.sort_unstable();
+        keys
+    };
+    // Its own report and all that a node has at any time.
+    drop(ws(gateway.public(), &hearing(&["c"])).await);
+    until_open(&gateway, 0).await;
+    until("a report", async || redis.cli(&["EXISTS", "tidegate:fleet:idx"]) == "1").await;
+    until("the first's place is free", async || !keys().iter().any(|key| key.contains(":sessions:"))).await;
+    let before = keys();
+    for round in 0..2 {
+        let user = async |i: usize| {
+            let claims = json!({"sub": format!("u{i}"), "channels": [format!("c{i}")]});
+            let mut sessions = Vec::new();
+            for _ in 0..EACH {
+                sessions.push(ws(gateway.public(), &claims).await);
+            }
+            // The first two were one too many, in turn.
+            for session in &mut sessions[..EACH - 3] {
+                assert_eq!(session.until_closed().await.1, 4409, "round {round}");
+            }
+        };
+        for first in (0..USERS).step_by(AT_ONCE) {
+            join_all((first..first + AT_ONCE).map(user)).await;
+        }
+        until_open(&gateway, 0).await;
+        until("no place is kept", async || keys() == before).await;
+    }
+    assert_eq!(gateway.metric(&closed("replaced")).await, Some((2 * USERS * (EACH - 3)) as f64));
 }
 
 async fn sum(gateway: &GatewayProcess, prefix: &str) -> f64 {

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use serde_json::json;
-use testkit::gateway::GatewayProcess;
+use testkit::gateway::{GatewayOptions, GatewayProcess};
 use testkit::proxy::Proxy;
 use testkit::redis::RedisServer;
 use testkit::ws::{Frame, Heard, WsClient, opcode};
@@ -18,13 +18,16 @@ const FLOOD: usize = 20_000;
 /// A gateway that lets its clients say as much as they like, and what it asks of Redis takes 20 ms.
 async fn slow_to_answer(redis: &RedisServer) -> (Proxy, GatewayProcess) {
     let wire = Proxy::start(redis.addr()).await;
-    let options = on_redis(&redis.url_at(wire.port()))
-        .env("GATEWAY_CLIENT_RATE", "1000000")
-        .env("GATEWAY_CLIENT_BURST", "1000000")
-        .env("GATEWAY_AUTH_TIMEOUT", "30s");
-    let gateway = GatewayProcess::start(options).await;
+    let gateway = GatewayProcess::start(patient(&redis.url_at(wire.port()))).await;
     wire.delay(Duration::from_millis(10));
     (wire, gateway)
+}
+
+fn patient(redis: &str) -> GatewayOptions {
+    on_redis(redis)
+        .env("GATEWAY_CLIENT_RATE", "1000000")
+        .env("GATEWAY_CLIENT_BURST", "1000000")
+        .env("GATEWAY_AUTH_TIMEOUT", "30s")
 }
 
 fn subscribe(i: usize) -> Vec<u8> {
@@ -111,4 +114,43 @@ async fn who_asks_and_reads_no_answer_is_ended_and_nothing_piles_up() {
     let mut other = ws(gateway.public(), &hearing(&["news"])).await;
     other.send_json(&json!({"type": "ping"})).await;
     assert_eq!(other.json().await["type"], "pong");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_asks_without_a_pause_is_beaten_for_like_anybody_and_has_its_pings_answered() {
+    const BEATS: usize = 3;
+    let redis = RedisServer::plain();
+    let wire = Proxy::start(redis.addr()).await;
+    let options =
+        patient(&redis.url_at(wire.port())).env("GATEWAY_HEARTBEAT", "1s").env("GATEWAY_HEARTBEAT_TIMEOUT", "1s");
+    let gateway = GatewayProcess::start(options).await;
+    wire.delay(Duration::from_millis(25));
+    let mut eager = ws(gateway.public(), &hearing(&["news"])).await;
+    let before = resident(&gateway);
+    let (mut asked, mut answered, mut n_pings, mut n_pongs, mut n_beats) = (0, 0, 0_u32, 0_u32, 0);
+    while n_beats < BEATS {
+        // As many questions are out as the sockets hold, each hundred with a ping behind it.
+        if asked < answered + 1_000 {
+            let mut hundred: Vec<u8> = (asked..asked + 100).flat_map(subscribe).collect();
+            hundred.extend(Frame::new(opcode::PING, n_pings.to_be_bytes()).bytes());
+            eager.send_bytes(&hundred).await.expect("open");
+            (asked, n_pings) = (asked + 100, n_pings + 1);
+            continue;
+        }
+        match eager.next().await {
+            Heard::Text(_) => answered += 1,
+            Heard::Pong(payload) => {
+                assert_eq!(payload, n_pongs.to_be_bytes(), "each its own, in order");
+                n_pongs += 1;
+            }
+            // Answered by the kit, behind all that was asked before.
+            Heard::Ping(_) => n_beats += 1,
+            other => panic!("{other:?}"),
+        }
+    }
+    println!("{answered} answers and {n_pongs} pongs in {BEATS} beats");
+    assert!(answered > 1_000 && n_pongs > 10, "{answered} answers, {n_pongs} pongs");
+    let grown = resident(&gateway).saturating_sub(before);
+    assert!(grown < 24 << 20, "{grown} bytes for one who asks");
+    assert_eq!(n_open(&gateway).await, 1.0);
 }

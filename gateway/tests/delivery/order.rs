@@ -31,13 +31,13 @@ fn id_of(text: &str) -> (u64, u64) {
 
 /// Fails where an event is not the next one, or its id does not rise.
 #[derive(Default)]
-struct Next {
-    n: u64,
+pub(super) struct Next {
+    pub(super) n: u64,
     id: (u64, u64),
 }
 
 impl Next {
-    fn take(&mut self, event: &Value) {
+    pub(super) fn take(&mut self, event: &Value) {
         assert_eq!(event["data"]["n"], self.n, "in order: {}", event["id"]);
         let id = id_of(event["id"].as_str().expect("logged"));
         assert!(id > self.id, "{id:?} after {:?}", self.id);
@@ -45,16 +45,18 @@ impl Next {
     }
 }
 
-async fn all_by_ws(mut client: WsClient) {
+/// The first `n`, and nothing else before or between them.
+pub(super) async fn first_by_ws(mut client: WsClient, n: usize) {
     let mut next = Next::default();
-    while next.n < N as u64 {
+    while next.n < n as u64 {
         next.take(&client.json().await);
     }
 }
 
-async fn all_by_sse(mut stream: SseClient) {
+/// As `first_by_ws`.
+pub(super) async fn first_by_sse(mut stream: SseClient, n: usize) {
     let mut next = Next::default();
-    while next.n < N as u64 {
+    while next.n < n as u64 {
         let block = stream.block().await;
         let event = block.json();
         assert_eq!(event["id"].as_str(), block.id.as_deref(), "the block's id is the event's");
@@ -77,8 +79,8 @@ async fn ten_thousand_numbers_of_alternating_size_arrive_in_order_on_two_nodes()
     let mut listeners = JoinSet::new();
     for node in [&a, &b] {
         for _ in 0..4 {
-            listeners.spawn(all_by_ws(ws(node.public(), &hearing(&["news"])).await));
-            listeners.spawn(all_by_sse(sse(node.public(), &hearing(&["news"])).await));
+            listeners.spawn(first_by_ws(ws(node.public(), &hearing(&["news"])).await, N));
+            listeners.spawn(first_by_sse(sse(node.public(), &hearing(&["news"])).await, N));
         }
     }
     // By both nodes in turn, each batch after the last was acknowledged: numbers in the order of ids.

@@ -3,11 +3,12 @@
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use socket2::{SockFilter, SockRef};
-use testkit::gateway::{GatewayOptions, GatewayProcess};
+use testkit::gateway::{GatewayOptions, GatewayProcess, token};
 use testkit::redis::RedisServer;
 use testkit::sse::{self, SseClient};
 use testkit::ws::{Answer, Frame, Heard, WsClient, opcode};
@@ -115,6 +116,39 @@ async fn stream_with_handle(gateway: SocketAddr) -> (SseClient, std::net::TcpStr
     let mut stream = opened.unwrap_or_else(|refused| panic!("{}", refused.text()));
     stream.until("ready").await;
     (stream, handle)
+}
+
+/// A program of its own that hears the silent channel.
+fn program(gateway: &GatewayProcess, transport: &str) -> Child {
+    let url = format!("http://{}", gateway.public());
+    let token = token(&hearing(&["silent"]));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.args(["tail", "--url", &url, "--token", &token, "--transport", transport]).env_clear();
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it runs")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_listens_to_a_silent_channel_and_dies_is_gone_though_nothing_is_ever_written_to_it() {
+    const PROGRAMS: usize = 3;
+    const SOCKETS: usize = 60;
+    let redis = RedisServer::plain();
+    // No beat finds it out: there is none while this test lasts.
+    let gateway = GatewayProcess::start(on_redis(&redis.url()).env("GATEWAY_HEARTBEAT", "10m")).await;
+    let mut programs: Vec<Child> = (0..2 * PROGRAMS).map(|i| program(&gateway, ["sse", "ws"][i % 2])).collect();
+    until_open(&gateway, 2 * PROGRAMS).await;
+    let mut streams = Vec::new();
+    for _ in 0..SOCKETS {
+        streams.push(sse(gateway.public(), &hearing(&["silent"])).await);
+    }
+    let numsub = || redis.cli(&["PUBSUB", "NUMSUB", "tidegate:live:silent"]);
+    assert!(numsub().ends_with("\n1"), "{}", numsub());
+    programs.iter_mut().for_each(|program| program.kill().expect("it runs"));
+    programs.iter_mut().for_each(|program| assert!(!program.wait().expect("it was killed").success()));
+    drop(streams);
+    until_open(&gateway, 0).await;
+    until("their sockets are free", async || n_sockets(&gateway) == 0).await;
+    assert_eq!(gateway.metric(&closed("lost")).await, Some((2 * PROGRAMS + SOCKETS) as f64));
+    until("nobody subscribes to it", async || numsub().ends_with("\n0")).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
