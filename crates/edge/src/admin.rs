@@ -128,6 +128,7 @@ fn table() -> Vec<Route> {
         at(Method::GET, "/v1/sessions", sessions::list),
         at(Method::DELETE, "/v1/sessions", sessions::end_user),
         at(Method::DELETE, "/v1/sessions/{session}", sessions::end_one),
+        at(Method::DELETE, "/v1/subscriptions", sessions::unsubscribe),
         at(Method::GET, "/v1/fleet", fleet::show),
         at(Method::POST, "/v1/fleet/hold", fleet::hold),
         at(Method::DELETE, "/v1/fleet/hold", fleet::release),

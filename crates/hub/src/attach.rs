@@ -84,6 +84,11 @@ impl Opening {
     }
 
     async fn step(&mut self, hub: &Hub, session: &Arc<Session>) -> Step {
+        {
+            // What was taken off meanwhile is neither waited for nor read.
+            let state = session.lock();
+            self.channels.retain(|channel| state.find(channel).is_some());
+        }
         let link = confirmed(hub, &self.channels).await;
         let Some(read) = read(hub, self.channels.iter().map(|c| (c.clone(), self.from)).collect()).await else {
             return Step::Again;
@@ -109,9 +114,12 @@ impl Opening {
         }
         self.gaps(hub, &mut state, wire, read);
         for event in &read.events {
-            state.push_event(Encoded::new(event.clone()), wire, Instant::now());
+            // Read before the channel was taken off: it is not heard any more.
+            if state.find(&event.channel).is_some() {
+                state.push_event(Encoded::new(event.clone()), wire, Instant::now());
+                self.replayed += 1;
+            }
         }
-        self.replayed += read.events.len();
         if read.more {
             if let Some(last) = read.events.last().and_then(|event| event.id) {
                 self.from = From::After(last);
@@ -153,7 +161,7 @@ impl Opening {
         };
         let holes =
             self.channels.iter().zip(&read.facts).filter_map(|(channel, facts)| Some((channel.clone(), hole(facts)?)));
-        let gaps: Vec<_> = holes.collect();
+        let gaps: Vec<_> = holes.filter(|(channel, _)| state.find(channel).is_some()).collect();
         if gaps.is_empty() {
             return;
         }
@@ -177,7 +185,8 @@ fn go_live(state: &mut State, wire: Wire, resume: Resume) {
     state.resumed = Some(resume);
     if let Some(held) = state.held.take() {
         for event in held.events {
-            if event.event.id.is_none_or(|id| id > position) {
+            let is_heard = state.find(&event.event.channel).is_some();
+            if is_heard && event.event.id.is_none_or(|id| id > position) {
                 state.push_event(event, wire, Instant::now());
             }
         }

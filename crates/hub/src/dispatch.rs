@@ -52,7 +52,7 @@ pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
             // Cancel-safe: what is ahead is taken only where it is also given.
             said = said_next(&mut ahead, &mut link) => match said {
                 Some(FromLink::Event(first)) => {
-                    dispatcher.route = spread::route(&hub, link.len());
+                    dispatcher.route = spread::route(&hub, &link);
                     let run;
                     (run, ahead) = dispatcher.run_of(first, &mut link);
                     dispatcher.events(run).await;
@@ -60,6 +60,8 @@ pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
                 Some(said) => dispatcher.on(said),
                 None => return,
             },
+            // Last: what is given up while its confirmation waits here could be confirmed to a newcomer who
+            // listens anew, and whose own subscription does not stand yet.
             _ = sweep.tick() => { hub.channels.sweep(Instant::now()); }
             () = hub.stop.cancelled() => return,
         }
@@ -88,8 +90,9 @@ struct Dispatcher {
     hold: Vec<Event>,
     redo: bool,
     repair: Option<BoxFuture<'static, Repair>>,
-    /// Bytes offered to each listener since others last had a turn.
+    /// Bytes offered to each listener since others last had a turn, and events offered.
     breath: usize,
+    n_offered: usize,
 }
 
 /// What was read to mend the time without a link.
@@ -104,7 +107,16 @@ enum Repair {
 
 impl Dispatcher {
     fn new(hub: Arc<Hub>) -> Self {
-        Self { hub, scratch: Vec::new(), route: Route::AtOnce, hold: Vec::new(), redo: false, repair: None, breath: 0 }
+        Self {
+            hub,
+            scratch: Vec::new(),
+            route: Route::AtOnce,
+            hold: Vec::new(),
+            redo: false,
+            repair: None,
+            breath: 0,
+            n_offered: 0,
+        }
     }
 
     /// The event and those of the same channel that wait right behind it; then what ended the run.
@@ -178,13 +190,14 @@ impl Dispatcher {
     /// Offers events of one channel, oldest first, to everybody who hears it.
     async fn dispatch(&mut self, events: Vec<Event>) {
         self.breath += events.iter().map(|event| event.data.len() + 128).sum::<usize>();
-        if self.breath > self.hub.config.session.outbox_bytes / 8 {
+        if self.breath > self.hub.config.session.outbox_bytes / 8 || self.n_offered >= spread::CHUNK {
             // Who is to write what was offered may wait for this very thread: without a turn of
-            // theirs a burst fills every outbox, however fast its client reads.
-            self.breath = 0;
+            // theirs a burst fills every outbox, however fast its client reads. And as within a large
+            // channel, so over many small ones: everything else has its turn.
+            (self.breath, self.n_offered) = (0, 0);
             tokio::task::yield_now().await;
         }
-        spread::spread(&self.hub, Run::new(events), self.route, &mut self.scratch).await;
+        self.n_offered += spread::spread(&self.hub, Run::new(events), self.route, &mut self.scratch).await;
     }
 
     fn beacon(&mut self, position: EventId) {

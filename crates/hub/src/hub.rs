@@ -497,6 +497,10 @@ impl Hub {
             state.set_token_end(ends.token_at, ends.expiring_at);
         }
         inbound::withdraw(self, session, Unsubscribed::Grant);
+        // What was revoked between the check and here has found the old token.
+        if self.revocations.is_seen(identity) {
+            self.end(session, CloseReason::Revoked);
+        }
         self.arm(session);
     }
 

@@ -489,6 +489,26 @@ pub(crate) fn withdraw(hub: &Arc<Hub>, session: &Arc<Session>, reason: Unsubscri
     }
 }
 
+/// Had the session a channel that it was to lose?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Had {
+    It,
+    Nothing,
+}
+
+/// Takes one channel away because an administrator says so; the client is told.
+pub(crate) fn unsubscribe(hub: &Hub, session: &Session, channel: &Channel) -> Had {
+    match take_off(hub, session, channel) {
+        Some(Off::Heard) => session.say(&message::unsubscribed(channel, Unsubscribed::Admin)),
+        Some(Off::Asked(ask)) if ask.wish != Wish::Granted => {
+            say_error(session, ask.reference.as_deref(), ErrorCode::Forbidden, "taken away by an administrator", None);
+        }
+        Some(Off::Asked(_)) => {}
+        None => return Had::Nothing,
+    }
+    Had::It
+}
+
 /// A channel that was taken off a session.
 enum Off {
     /// It was live.

@@ -35,8 +35,9 @@ use crate::clock::{Clock, Dice};
 pub const MAX_LINK_BYTES: usize = 32 * 1024 * 1024;
 /// What a waiting message counts beside its data: about what it takes.
 const MESSAGE_COST: usize = 128;
-/// Messages handed over ahead of the hub. Small: what waits should wait where it is counted.
-const LINK_AHEAD: usize = 64;
+/// Messages handed over ahead of the hub. Small: what waits should wait where it is counted. Not smaller: with half
+/// of them waiting the hub counts as far behind, and that should be more than a burst.
+const LINK_AHEAD: usize = 256;
 
 /// How long and how much the log remembers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

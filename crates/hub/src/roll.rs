@@ -1,4 +1,4 @@
-//! The roll call: which sessions are open over the whole fleet, and the end of some of them. Decides
+//! The roll call: which sessions are open over the whole fleet, the end of some of them, or of one channel in them. Decides
 //! how nodes are asked, what each may answer, and how long is waited for whom.
 //!
 //! A node asks all others with one text through the backplane, and each answers with one. Which
@@ -15,11 +15,13 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
+use crate::channel::Channel;
 use crate::close::CloseReason;
 use crate::departure::{Departure, Who};
 use crate::fleet;
 use crate::handle::GatewayHandle;
 use crate::hub::Hub;
+use crate::inbound::{self, Had};
 use crate::session::Session;
 
 /// All answers must be there within it (contract).
@@ -72,10 +74,10 @@ pub struct Roll {
     pub truncated: bool,
 }
 
-/// Who was asked to leave.
+/// Who was asked to leave, or lost a channel.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ended {
-    /// So many sessions, on the nodes that answered.
+    /// So many sessions, or a channel in so many, on the nodes that answered.
     pub n_ended: usize,
     /// Nodes that did not answer in time: they may or may not have done it.
     pub missing: Vec<String>,
@@ -102,7 +104,7 @@ impl GatewayHandle {
     /// # Cancel safety
     /// Nothing is lost; answers that come later are ignored.
     pub async fn sessions(&self, who: Who) -> Result<Roll, RollError> {
-        let (answers, missing) = call(&self.hub, Task::List, who.into()).await?;
+        let (answers, missing) = call(&self.hub, &Task::List, who.into()).await?;
         let mut roll = Roll { missing, truncated: answers.iter().any(|a| a.truncated), ..Roll::default() };
         roll.sessions = answers.into_iter().flat_map(|answer| answer.sessions).collect();
         roll.sessions.sort_by(|a, b| (a.opened_at, &a.session).cmp(&(b.opened_at, &b.session)));
@@ -117,7 +119,24 @@ impl GatewayHandle {
     /// # Cancel safety
     /// Nodes that were asked do it all the same.
     pub async fn end_sessions(&self, who: Who) -> Result<Ended, RollError> {
-        let (answers, missing) = call(&self.hub, Task::End, who.into()).await?;
+        self.end(Task::End, who).await
+    }
+
+    /// Takes a channel off sessions over the whole fleet, which stay open and are told (`unsubscribed`, `admin`).
+    /// Forbids nothing: who asks for it again, or comes back with a token that joins it, hears it again. Takes
+    /// at most half a second.
+    ///
+    /// # Errors
+    /// See `RollError`.
+    ///
+    /// # Cancel safety
+    /// Nodes that were asked do it all the same.
+    pub async fn unsubscribe(&self, who: Who, channel: &Channel) -> Result<Ended, RollError> {
+        self.end(Task::Unsubscribe { channel: channel.as_str().to_owned() }, who).await
+    }
+
+    async fn end(&self, task: Task, who: Who) -> Result<Ended, RollError> {
+        let (answers, missing) = call(&self.hub, &task, who.into()).await?;
         Ok(Ended { n_ended: answers.iter().map(|answer| answer.ended).sum(), missing })
     }
 }
@@ -141,11 +160,12 @@ enum Body {
     Answer(Answer),
 }
 
-#[derive(Clone, Copy, Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Task {
     List,
     End,
+    Unsubscribe { channel: String },
 }
 
 #[derive(Clone, Serialize, Deserialize)]
@@ -240,11 +260,11 @@ impl Drop for Call<'_> {
 }
 
 /// Asks everybody, this node included; gives the answers and who did not.
-async fn call(hub: &Arc<Hub>, task: Task, of: Whom) -> Result<(Vec<Answer>, Vec<String>), RollError> {
+async fn call(hub: &Arc<Hub>, task: &Task, of: Whom) -> Result<(Vec<Answer>, Vec<String>), RollError> {
     let deadline = Instant::now() + PATIENCE;
     let mut call = hub.rolls.begin()?;
     let mut answers = vec![answer(hub, task, of.clone().into())];
-    let letter = letter(hub, call.id, Body::Ask { task, of });
+    let letter = letter(hub, call.id, Body::Ask { task: task.clone(), of });
     // Together: nobody has to be known to be asked.
     let (told, fresh) =
         tokio::join!(timeout_at(deadline, hub.backplane.tell(None, letter)), timeout_at(deadline, fleet::refresh(hub)));
@@ -289,7 +309,7 @@ async fn read(hub: &Arc<Hub>, letter: Letter) {
     match letter.body {
         Body::Answer(answer) => hub.rolls.answered(letter.call, letter.from, answer),
         Body::Ask { task, of } => {
-            let text = self::letter(hub, letter.call, Body::Answer(answer(hub, task, of.into())));
+            let text = self::letter(hub, letter.call, Body::Answer(answer(hub, &task, of.into())));
             // Lost, this node is missing in that call.
             if let Err(error) = hub.backplane.tell(Some(letter.from.into()), text).await {
                 tracing::debug!(%error, "a node could not be answered");
@@ -299,7 +319,7 @@ async fn read(hub: &Arc<Hub>, letter: Letter) {
 }
 
 /// This node's own part.
-fn answer(hub: &Hub, task: Task, who: Who) -> Answer {
+fn answer(hub: &Hub, task: &Task, who: Who) -> Answer {
     match task {
         Task::List => list(hub, &who),
         // At once and not spread: these do not come back by themselves.
@@ -307,7 +327,19 @@ fn answer(hub: &Hub, task: Task, who: Who) -> Answer {
             let ended = hub.depart(Departure { who, reason: CloseReason::Kicked, over: Duration::ZERO });
             Answer { ended, ..Answer::default() }
         }
+        Task::Unsubscribe { channel } => {
+            // A name that is none is nobody's channel.
+            let ended = Channel::new(channel).map_or(0, |channel| unsubscribe(hub, &who, &channel));
+            Answer { ended, ..Answer::default() }
+        }
     }
+}
+
+/// Takes the channel off this node's own; returns off how many.
+fn unsubscribe(hub: &Hub, who: &Who, channel: &Channel) -> usize {
+    let all = hub.all_sessions();
+    let theirs = all.iter().filter(|session| who.is(&session.info));
+    theirs.filter(|session| inbound::unsubscribe(hub, session, channel) == Had::It).count()
 }
 
 fn list(hub: &Hub, who: &Who) -> Answer {

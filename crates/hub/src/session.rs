@@ -341,6 +341,10 @@ impl Session {
         state.outbox.written(n);
         state.has_written |= n > 0;
         let began = is_blocked && (n > 0 || state.blocked_since.is_none());
+        if let (1.., Some(since), Some(by)) = (n, state.blocked_since, state.alive_by) {
+            // The ping may have stood behind what the kernel did not take: a peer that reads slowly has not had it.
+            state.alive_by = Some(by + Moment::from(now).since(since));
+        }
         state.blocked_since = match (is_blocked, n) {
             (false, _) => None,
             (true, 0) => state.blocked_since.or(Some(now.into())),
@@ -468,13 +472,14 @@ impl Session {
     /// Nothing is lost.
     pub(crate) async fn until(&self, done: impl Fn(&mut State) -> bool) {
         loop {
-            let progress = self.lock().progress();
-            let told = progress.notified();
-            tokio::pin!(told);
-            told.as_mut().enable();
-            if done(&mut self.lock()) {
-                return;
-            }
+            // Under one lock: what is told between a look and the wait would be told to nobody.
+            let told = {
+                let mut state = self.lock();
+                if done(&mut state) {
+                    return;
+                }
+                state.progress().notified_owned()
+            };
             told.await;
         }
     }

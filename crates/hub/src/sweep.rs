@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use crate::auth::Identity;
 use crate::close::CloseReason;
 use crate::hub::Hub;
-use crate::session::Session;
+use crate::session::{Session, SessionId};
 
 /// Sessions of one question. 256, three keys each: Redis answers in well under a millisecond.
 const CHUNK: usize = 256;
@@ -48,15 +48,8 @@ enum Pace {
 }
 
 async fn pass(hub: &Arc<Hub>, pace: Pace) {
-    let sessions: Vec<(Arc<Session>, Arc<Identity>)> = hub
-        .all_sessions()
-        .into_iter()
-        .map(|session| {
-            let identity = session.lock().identity.clone();
-            (session, identity)
-        })
-        .filter(|(_, who)| who.jti.is_some() || who.sid.is_some() || who.user.is_some())
-        .collect();
+    // By their ids: who leaves meanwhile is not kept for as long as the pass takes.
+    let sessions: Vec<SessionId> = hub.all_sessions().iter().map(|session| session.info.id.clone()).collect();
     let began = Instant::now();
     let n_chunks = sessions.len().div_ceil(CHUNK).max(1);
     for (i, chunk) in sessions.chunks(CHUNK).enumerate() {
@@ -68,13 +61,16 @@ async fn pass(hub: &Arc<Hub>, pace: Pace) {
 }
 
 /// One question; at once: again until it is answered, for these sessions may be unchecked.
-async fn ask(hub: &Arc<Hub>, chunk: &[(Arc<Session>, Arc<Identity>)], pace: Pace) {
-    let identities: Vec<Arc<Identity>> = chunk.iter().map(|(_, identity)| identity.clone()).collect();
+async fn ask(hub: &Arc<Hub>, chunk: &[SessionId], pace: Pace) {
     loop {
+        let (sessions, identities): (Vec<_>, Vec<_>) = chunk.iter().filter_map(|id| who_has(hub, id)).unzip();
         match hub.revocations.sweep(&identities).await {
             Ok(revoked) => {
-                for ((session, _), _) in chunk.iter().zip(revoked).filter(|(_, is_revoked)| *is_revoked) {
-                    hub.end(session, CloseReason::Revoked);
+                for ((session, identity), is_revoked) in sessions.iter().zip(&identities).zip(revoked) {
+                    // A token that another has replaced meanwhile is no matter any more.
+                    if is_revoked && Arc::ptr_eq(&session.lock().identity, identity) {
+                        hub.end(session, CloseReason::Revoked);
+                    }
                 }
                 return;
             }
@@ -84,8 +80,69 @@ async fn ask(hub: &Arc<Hub>, chunk: &[(Arc<Session>, Arc<Identity>)], pace: Pace
                     // The next pass comes soon enough.
                     return;
                 }
+                drop((sessions, identities));
                 sleep(hub.dice.between(Duration::from_millis(250), Duration::from_secs(1))).await;
             }
         }
+    }
+}
+
+/// The session, if it is open and the list may name it, with the identity that it has now.
+fn who_has(hub: &Hub, id: &str) -> Option<(Arc<Session>, Arc<Identity>)> {
+    let session = hub.session(id)?;
+    let identity = session.lock().identity.clone();
+    let is_nameable = identity.jti.is_some() || identity.sid.is_some() || identity.user.is_some();
+    is_nameable.then_some((session, identity))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backplane::{Backplane, Revocation, RevocationKey};
+    use crate::hub::Open;
+    use crate::testing::{Testing, endings, identity, settle};
+
+    fn with_jti(jti: String) -> Identity {
+        Identity { jti: Some(jti.into()), ..identity(Some("u")) }
+    }
+
+    fn of_jti(jti: String) -> Revocation {
+        Revocation { key: RevocationKey::Jti(jti.into()), before: 0 }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_token_that_was_replaced_during_the_pass_ends_nobody_and_one_that_was_not_does() {
+        const N: usize = 3 * CHUNK;
+        let node = Testing::new(0).node("n").await;
+        let open: Vec<Open> = (0..=N).map(|i| node.open_as(with_jti(format!("old{i}")), &[])).collect();
+        settle().await;
+        let rotated = async {
+            sleep(Duration::from_secs(1)).await;
+            for (i, open) in open[..N].iter().enumerate() {
+                node.hub.replace_identity(open.session(), &Arc::new(with_jti(format!("new{i}"))), 1);
+            }
+            // As another system writes it: no node is told.
+            node.memory.cut_link();
+            for i in 0..=N {
+                node.memory.revoke(of_jti(format!("old{i}")), Duration::from_secs(600)).await.unwrap();
+            }
+        };
+        tokio::join!(pass(&node.hub, Pace::Spread(Duration::from_secs(10))), rotated);
+        assert_eq!(endings(&open[..N]), [None; N]);
+        pass(&node.hub, Pace::AtOnce).await;
+        assert_eq!(endings(&open[N..]), [Some(CloseReason::Revoked)]);
+        assert_eq!(endings(&open[..N]), [None; N]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_token_that_was_revoked_before_it_took_over_ends_its_session() {
+        let node = Testing::new(0).node("n").await;
+        let open = node.open_as(with_jti("old".into()), &[]);
+        settle().await;
+        // It was found good; this comes before it is in force, and names nobody.
+        node.hub.revoked(&of_jti("new".into()));
+        assert_eq!(endings([&open]), [None]);
+        node.hub.replace_identity(open.session(), &Arc::new(with_jti("new".into())), 1);
+        assert_eq!(endings([&open]), [Some(CloseReason::Revoked)]);
     }
 }

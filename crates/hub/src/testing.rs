@@ -180,12 +180,21 @@ impl Node {
     }
 
     pub fn open_on(&self, wire: Wire, identity: Identity, channels: &[&str]) -> Open {
+        self.open_with(wire, identity, channels, Since::Now)
+    }
+
+    /// An event stream that resumes.
+    pub fn open_since(&self, identity: Identity, channels: &[&str], since: Since) -> Open {
+        self.open_with(Wire::Sse, identity, channels, since)
+    }
+
+    fn open_with(&self, wire: Wire, identity: Identity, channels: &[&str], since: Since) -> Open {
         let newcomer = Newcomer {
             identity: Arc::new(identity),
             wire,
             address: IpAddr::V4(Ipv4Addr::LOCALHOST),
             channels: channels.iter().map(|name| Channel::new(name).unwrap()).collect(),
-            since: Since::Now,
+            since,
             admission: Admission::Standard,
             seat: Capacity::new(1).try_acquire().unwrap(),
         };

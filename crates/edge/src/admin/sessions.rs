@@ -1,11 +1,12 @@
-//! `GET` and `DELETE /v1/sessions`: whose, on every node. How the fleet is asked is `hub`'s; here
-//! is decided what an answer says where not everybody answered.
+//! `GET` and `DELETE /v1/sessions`, `DELETE /v1/subscriptions`: whose, on every node. How the fleet is
+//! asked is `hub`'s; here is decided what an answer says where not everybody answered.
 
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{Path, RawQuery, State};
 use axum::response::{IntoResponse, Response};
+use hub::channel::Channel;
 use hub::departure::Who;
 use hub::refusal::{Refusal, RefusalCode};
 use hub::roll::{Ended, RollError};
@@ -32,6 +33,21 @@ pub(super) async fn end_one(State(inner): State<Shared>, Path(session): Path<Str
     if ended.n_ended == 0 && ended.missing.is_empty() {
         return Err(Refusal::new(RefusalCode::NotFound, "no such session is open on any node").into());
     }
+    Ok(told(ended))
+}
+
+/// `DELETE /v1/subscriptions?channel=…&user=…` or `…&session=…`: the sessions stay.
+pub(super) async fn unsubscribe(State(inner): State<Shared>, RawQuery(query): RawQuery) -> Result<Response, Problem> {
+    let query = query.unwrap_or_default();
+    let bad = |text: &str| Refusal::new(RefusalCode::BadRequest, text);
+    let channel = form_value(&query, "channel").and_then(|name| Channel::new(&name).ok());
+    let channel = channel.ok_or_else(|| bad("name one channel: ?channel=…"))?;
+    let who = match (form_value(&query, "user"), form_value(&query, "session")) {
+        (Some(user), None) => Who::User(user.into()),
+        (None, Some(session)) => Who::Session(session.into()),
+        _ => return Err(bad("name one user or one session: &user=… or &session=…").into()),
+    };
+    let ended = inner.state.gateway.unsubscribe(who, &channel).await.map_err(|error| inner.unasked(error))?;
     Ok(told(ended))
 }
 

@@ -325,6 +325,34 @@ async fn sessions_of_a_user_and_single_ones_are_asked_to_leave() {
 }
 
 #[tokio::test]
+async fn a_channel_is_taken_off_a_user_or_a_session_and_of_nobody_by_mistake() {
+    let node = node();
+    let open = [node.open("a+b c"), node.open("43")];
+    for (query, n_off) in [
+        ("channel=news&user=a%2Bb+c", 0),
+        ("user=nobody&channel=room:1", 0),
+        (&*format!("channel=news&session={}", &*open[1].session().info.id), 0),
+    ] {
+        let answer = node.call("DELETE", &format!("/v1/subscriptions?{query}"), "").await;
+        let expected = format!(r#"{{"ended":{n_off},"missing":[]}}"#);
+        assert_eq!((answer.status, &*answer.body), (200, &*expected), "{query}");
+    }
+    for query in [
+        "",
+        "channel=news",
+        "user=a",
+        "channel=&user=a",
+        "channel=no%20name&user=a",
+        "channel=a&channel=b&user=a",
+        "channel=news&user=a&session=b",
+        "channel=news&user=",
+    ] {
+        let answer = node.call("DELETE", &format!("/v1/subscriptions?{query}"), "").await;
+        assert_eq!(answer.problem(), (400, "bad_request".into()), "{query}");
+    }
+}
+
+#[tokio::test]
 async fn sessions_of_a_user_are_listed_and_whose_answer_is_missing_is_said() {
     let node = node();
     let open = node.open("42");

@@ -6,9 +6,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use tokio::sync::mpsc;
 use tokio::task::{JoinError, JoinSet, yield_now};
 use tokio::time::Instant;
 
+use crate::backplane::FromLink;
 use crate::close::CloseReason;
 use crate::event::{Run, Wire};
 use crate::fanout::Listener;
@@ -18,30 +20,30 @@ use crate::session::{Offer, Rest, Route};
 /// Events offered between two yields: a big fan-out lets probes, accepts and other tasks of its
 /// worker in. 128 writes of 10 us are over well before anybody waits for them.
 pub(super) const CHUNK: usize = 128;
-/// With so much waiting in the link one thread cannot keep up with many small channels: their
-/// sessions' drivers write, on all threads.
-pub(super) const FAR_BEHIND: usize = 512;
 
-/// Who writes, with so much waiting behind the next event.
-pub(super) fn route(hub: &Hub, n_waiting: usize) -> Route {
-    if n_waiting > FAR_BEHIND && n_workers(hub) > 1 { Route::Driver } else { Route::AtOnce }
+/// Who writes what comes next. With the link half full one thread cannot keep up with many small channels:
+/// their sessions' drivers write, on all threads.
+pub(super) fn route(hub: &Hub, link: &mpsc::Receiver<FromLink>) -> Route {
+    let is_far_behind = link.len() > link.max_capacity() / 2;
+    if is_far_behind && n_workers(hub) > 1 { Route::Driver } else { Route::AtOnce }
 }
 
 fn n_workers(hub: &Hub) -> usize {
     hub.runtime.metrics().num_workers()
 }
 
-/// Offers the run to every listener of its channel; over when all have it in hand. `scratch` is
-/// empty before and after.
+/// Offers the run to every listener of its channel; over when all have it in hand. Returns to how many it
+/// was offered without a yield. `scratch` is empty before and after.
 ///
 /// # Cancel safety
 /// None: some have the run then and others not.
-pub(super) async fn spread(hub: &Arc<Hub>, run: Run, route: Route, scratch: &mut Vec<Listener>) {
+pub(super) async fn spread(hub: &Arc<Hub>, run: Run, route: Route, scratch: &mut Vec<Listener>) -> usize {
     let work =
         Work { hub: hub.clone(), step: (CHUNK / run.events().len()).max(1), run, route, next: AtomicUsize::new(0) };
     // Nearly every channel ends here.
-    if !work.step(scratch) {
-        return;
+    let (n_offered, more) = work.step(scratch);
+    if !more {
+        return n_offered;
     }
     let work = Arc::new(work);
     let mut others = JoinSet::new();
@@ -57,6 +59,7 @@ pub(super) async fn spread(hub: &Arc<Hub>, run: Run, route: Route, scratch: &mut
             std::panic::resume_unwind(panic);
         }
     }
+    0
 }
 
 /// So many sessions are fetched from memory together before they are offered anything. Few enough to
@@ -76,19 +79,20 @@ struct Work {
 
 impl Work {
     async fn rest(&self, scratch: &mut Vec<Listener>) {
-        while self.step(scratch) {
+        while self.step(scratch).1 {
             yield_now().await;
         }
     }
 
-    /// Offers the run to the next few; returns whether there are more.
-    fn step(&self, scratch: &mut Vec<Listener>) -> bool {
+    /// Offers the run to the next few; returns to how many, and whether there are more.
+    fn step(&self, scratch: &mut Vec<Listener>) -> (usize, bool) {
         let from = self.next.fetch_add(self.step, Ordering::Relaxed);
         let more = self.hub.channels.listeners(self.run.channel(), from, self.step, scratch);
-        if !scratch.is_empty() {
+        let n_offered = scratch.len();
+        if n_offered > 0 {
             self.offer(scratch);
         }
-        more.is_some()
+        (n_offered * self.run.events().len(), more.is_some())
     }
 
     fn offer(&self, listeners: &mut Vec<Listener>) {

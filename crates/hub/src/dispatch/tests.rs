@@ -70,15 +70,48 @@ async fn a_large_fan_out_gives_others_their_turns_and_a_newcomer_is_live_before_
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn drivers_write_where_the_link_is_far_behind_and_there_are_threads_for_it() {
     let node = Testing::new(0).node("n").await;
-    let route = |n_waiting| spread::route(&node.hub, n_waiting);
-    assert_eq!([0, spread::FAR_BEHIND].map(route), [Route::AtOnce; 2]);
-    assert_eq!(route(spread::FAR_BEHIND + 1), Route::Driver);
+    let route = |n_waiting| spread::route(&node.hub, &waiting(n_waiting));
+    assert_eq!([0, HALF].map(route), [Route::AtOnce; 2]);
+    assert_eq!(route(HALF + 1), Route::Driver);
+}
+
+const HALF: usize = 8;
+
+/// A link on which so many wait.
+fn waiting(n: usize) -> mpsc::Receiver<FromLink> {
+    let (tell, link) = mpsc::channel(2 * HALF);
+    (0..n).for_each(|_| tell.try_send(FromLink::FleetChanged).unwrap());
+    link
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_burst_over_many_small_channels_lets_others_in_between() {
+    const CHANNELS: usize = 10 * spread::CHUNK;
+    let node = Testing::new(0).node("n").await;
+    let names: Vec<String> = (0..CHANNELS).map(|i| format!("c{i}")).collect();
+    let crowd: Vec<Open> = names.iter().map(|name| node.open_as(identity(None), &[name])).collect();
+    settle().await;
+    crowd.iter().for_each(|open| drop(items(open)));
+    let (tell, link) = mpsc::channel(CHANNELS);
+    for name in &names {
+        let event = Event { channel: Channel::new(name).unwrap(), id: None, name: None, data: "1".into() };
+        tell.try_send(FromLink::Event(event)).unwrap();
+    }
+    tokio::spawn(run(node.hub.clone(), link));
+    let (mut n_reached, mut longest) = (0, 0);
+    while n_reached < CHANNELS {
+        tokio::task::yield_now().await;
+        let n_now = crowd.iter().take_while(|open| open.session().lock().outbox.bytes() > 0).count();
+        longest = longest.max(n_now - n_reached);
+        n_reached = n_now;
+    }
+    assert!(longest < 2 * spread::CHUNK, "{longest} between two of our turns");
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_only_worker_writes_itself_however_much_waits() {
     let node = Testing::new(0).node("n").await;
-    assert_eq!(spread::route(&node.hub, 100 * spread::FAR_BEHIND), Route::AtOnce);
+    assert_eq!(spread::route(&node.hub, &waiting(2 * HALF)), Route::AtOnce);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

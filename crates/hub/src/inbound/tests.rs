@@ -161,6 +161,36 @@ async fn a_channel_is_taken_away_with_the_reason_of_whoever_forbids_it() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_taken_off_while_the_session_opens_is_not_replayed() {
+    let node = Testing::new(0).node("n").await;
+    let first = node.publish("kept", "1").await;
+    let since = Since::After(first);
+    node.publish("gone", "2").await;
+    node.publish("left", "3").await;
+    node.publish("kept", "4").await;
+    // The history is asked for when the link is back.
+    node.memory.cut_link();
+    settle().await;
+    let identity = node.hub.verifier.verify(&token(&json!({"subscribe": ["*"]})), BEGINNING).unwrap();
+    let open = node.open_since((*identity).clone(), &["kept", "gone", "left"], since);
+    settle().await;
+    auth(&open, &json!({"subscribe": ["kept", "left"]}));
+    say(&open, &json!({"type": "unsubscribe", "ref": 1, "channel": "left"}));
+    settle().await;
+    assert_eq!(words(&said(&open)[1..]), ["ok 1 left", "unsubscribed gone grant", "ok auth"]);
+    // Asked for again, it is replayed once.
+    say(&open, &json!({"type": "subscribe", "ref": 2, "channel": "left", "since": first.to_string()}));
+    node.memory.restore_link();
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(words(&said(&open)), ["event kept 4", "ready", "event left 3", "ok 2 left"]);
+    for channel in ["gone", "left", "kept"] {
+        node.publish(channel, "5").await;
+    }
+    settle().await;
+    assert_eq!(words(&said(&open)), ["event left 5", "event kept 5"]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_question_under_way_is_answered_when_a_new_token_forbids_it() {
     let node = Testing::new(0).node("n").await;
     let open = holder(&node, json!({"channels": ["a"], "subscribe": ["b"]})).await;

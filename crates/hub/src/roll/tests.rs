@@ -67,6 +67,37 @@ async fn sessions_end_wherever_they_are() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_channel_is_taken_off_wherever_it_is_heard_and_the_sessions_stay() {
+    let testing = Testing::new(0);
+    let (a, b) = (testing.node("a").await, testing.node("b").await);
+    known(&[&a, &b]).await;
+    let as_user = |user| identity(Some(user));
+    let open = [
+        a.open_as(as_user("42"), &["news", "room:1"]),
+        b.open_as(as_user("42"), &["room:1"]),
+        b.open_as(as_user("42"), &["news"]),
+        b.open_as(as_user("43"), &["room:1"]),
+    ];
+    let (handle, room) = (a.hub.handle(), Channel::new("room:1").unwrap());
+    let n_off = async |who: Who| handle.unsubscribe(who, &room).await.unwrap();
+    assert_eq!(n_off(user("42")).await, Ended { n_ended: 2, missing: vec![] });
+    assert_eq!(n_off(user("42")).await.n_ended, 0, "it is off already");
+    let heard = |roll: Roll| roll.sessions.into_iter().map(|s| s.channels.concat()).collect::<Vec<_>>();
+    let mut theirs = heard(handle.sessions(user("42")).await.unwrap());
+    theirs.sort();
+    assert_eq!(theirs, ["", "news", "news"]);
+    assert_eq!(heard(handle.sessions(user("43")).await.unwrap()), ["room:1"]);
+    let last = open[3].session().info.id.clone();
+    assert_eq!(n_off(Who::Session(last.into())).await.n_ended, 1);
+    settle().await;
+    assert_eq!(endings(&open), [None; 4]);
+    // Nobody hears it any more, on either node.
+    for node in [&a, &b] {
+        assert!(!node.hub.channels.listened().contains(&room));
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_node_that_does_not_answer_is_missing_and_nobody_waits_longer() {
     let testing = Testing::new(0);
     let (a, b) = (testing.node("a").await, testing.node("b").await);
@@ -140,6 +171,7 @@ async fn texts_of_strangers_end_nobody_and_hold_nobody_up() {
         "[".repeat(100_000),
         ask(2, "end"),
         ask(1, "burn"),
+        r#"{"v":1,"call":0,"from":"z","ask":{"task":{"unsubscribe":{"channel":"no name"}},"of":"all"}}"#.to_owned(),
         r#"{"v":1,"call":0,"from":"b","answer":{"sessions":[7]}}"#.to_owned(),
         r#"{"v":1,"call":99,"from":"b","answer":{"ended":7}}"#.to_owned(),
         r#"{"v":1,"call":0,"from":"b","ask":{"task":"end","of":{"user":"42"}}}"#.to_owned(),

@@ -305,6 +305,27 @@ async fn who_answers_no_ping_is_cut_by_its_timeout_and_not_by_the_next_interval(
     assert_eq!(late_one.ending(), None);
 }
 
+#[tokio::test(start_paused = true)]
+async fn who_reads_slowly_has_his_time_to_answer_a_ping_once_it_has_reached_him() {
+    let beating = |config: &mut crate::hub::HubConfig| config.session.heartbeat = secs(25);
+    let node = Testing::new(0).node_like("n", beating).await;
+    let slow = live(&node, Wire::Ws).await;
+    until("a ping", || slow.session().lock().alive_by.is_some()).await;
+    // It stands behind much else: for a minute the kernel takes a little now and then.
+    slow.progress(0, true);
+    for _ in 0..12 {
+        tokio::time::sleep(secs(5)).await;
+        slow.progress(1, true);
+        assert_eq!(slow.session().ending(), None);
+    }
+    slow.progress(1, false);
+    let has_it = Instant::now();
+    let cut = until_cut(&slow).await - has_it;
+    assert!(cut >= secs(9) && cut <= secs(11), "{cut:?}");
+    drop(slow);
+    assert_eq!(node.metrics.n_closed(CloseReason::Unresponsive), 1);
+}
+
 /// The message rate as a count of messages that are left, in floating point.
 struct Count {
     left: f64,
