@@ -41,6 +41,7 @@ pub mod plugin {
     pub use hub::hub::{GatewayHandle, Load, Phase, PublishError};
     pub use hub::plugin::{Admission, Ask, Inbound, Plugin, Plugins, Received, Verdict};
     pub use hub::refusal::{Refusal, RefusalCode};
+    pub use hub::roll::{Ended, Roll, RollError, SessionView};
     pub use hub::session::{SessionId, SessionInfo};
 
     /// What messages are made of.

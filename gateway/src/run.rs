@@ -55,8 +55,13 @@ pub enum RunError {
     #[error("{0}")]
     Config(String),
     /// A key of the configuration: exit 64.
-    #[error("the token keys cannot be used: {0}")]
-    Keys(#[from] KeyError),
+    #[error("{variable}: the token keys cannot be used: {source}")]
+    Keys {
+        /// Which variable says where they are.
+        variable: &'static str,
+        /// What is wrong with them.
+        source: KeyError,
+    },
     /// A needed service is there and cannot be worked with: exit 69.
     #[error("{0}")]
     Service(#[from] StartError),
@@ -73,11 +78,19 @@ pub enum RunError {
     /// Exit 70.
     #[error("{0}")]
     Io(#[from] io::Error),
+    /// A fault of ours, told in the log: exit 70, for whoever starts it to start it again.
+    #[error("the node cannot go on, for a task of it has panicked")]
+    Broken,
 }
 
 impl From<ConfigError> for RunError {
     fn from(e: ConfigError) -> Self {
-        RunError::Config(e.to_string())
+        let variable = match e {
+            ConfigError::Unsupported(_) | ConfigError::BadUrl(_) => "GATEWAY_REDIS_URL",
+            ConfigError::CaFile(_) | ConfigError::NoCertificate => "GATEWAY_REDIS_CA_FILE",
+            ConfigError::Prefix => "GATEWAY_REDIS_PREFIX",
+        };
+        RunError::Config(format!("{variable}: {e}"))
     }
 }
 
@@ -112,6 +125,20 @@ pub struct Surroundings {
     pub listening: Listening,
     /// A token that the console page offers; for trying out only.
     pub console_token: Option<String>,
+}
+
+/// What `run` would refuse before it opens a socket: files are read, nothing is listened on or dialled.
+///
+/// # Errors
+/// `RunError::Config` and `RunError::Keys`, the first that is met.
+pub fn rehearse(config: &Config) -> Result<(), RunError> {
+    settings::refuse_what_is_not_there(config)?;
+    verifier(config, &Dice::seeded(0))?;
+    settings::gate(config)?;
+    if let Some(redis) = settings::redis(config)? {
+        redis.check()?;
+    }
+    Ok(())
 }
 
 /// Runs until it has drained, or is told to end now.
@@ -162,6 +189,10 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
     node.hub.start();
     node.hub.balance(settings::shed(&config));
     let ended = live(&node, redis.as_deref(), &mut stops).await;
+    if matches!(ended, Err(RunError::Broken)) {
+        // In order is nothing any more: clients see a connection that broke, and come back to another node.
+        return ended;
+    }
     doors_close.cancel();
     node.hub.shut_down().await;
     vitals.set_phase(node.hub.phase());
@@ -227,6 +258,7 @@ async fn live(node: &Node, redis: Option<&RedisBackplane>, stops: &mut mpsc::Rec
                 tracing::info!(sessions = ended.n_sessions, cut = ended.n_cut, "drained");
                 return Ok(());
             }
+            () = hub.broken() => return Err(RunError::Broken),
             Some(stop) = stops.recv() => match stop {
                 Stop::Drain => hub.drain(),
                 Stop::Now => {
@@ -345,15 +377,17 @@ impl Node {
 /// What tokens are checked with, and who keeps its keys new.
 fn verifier(config: &Config, dice: &Dice) -> Result<(Arc<Verifier>, Option<KeyKeeper>), RunError> {
     let auth = settings::auth(config)?;
+    let named =
+        |source| RunError::Keys { variable: config.auth.key().map_or("GATEWAY_JWT_SECRET", Key::variable), source };
     let (refresh, fetcher): (_, Box<dyn KeyFetcher>) = match config.auth.key() {
         Some(Key::JwksUrl(url)) => {
             let fetcher = UrlFetcher::new(url).map_err(|e| RunError::Config(format!("GATEWAY_JWT_JWKS_URL: {e}")))?;
             (RefreshConfig::URL, Box::new(fetcher))
         }
         Some(Key::JwksFile(path)) => (RefreshConfig::FILE, Box::new(FileFetcher::new(path))),
-        _ => return Ok((Arc::new(Verifier::new(auth)?), None)),
+        _ => return Ok((Arc::new(Verifier::new(auth).map_err(named)?), None)),
     };
-    let (verifier, keeper) = Verifier::refreshed(auth, refresh, fetcher, dice.clone())?;
+    let (verifier, keeper) = Verifier::refreshed(auth, refresh, fetcher, dice.clone()).map_err(named)?;
     Ok((verifier, Some(keeper)))
 }
 

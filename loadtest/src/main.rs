@@ -45,6 +45,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use tokio::signal::unix::{SignalKind, signal};
 
 use report::Report;
 
@@ -124,21 +125,13 @@ enum What {
 #[tokio::main]
 async fn main() -> ExitCode {
     let cli = Cli::parse();
-    let outcome = match cli.what {
-        What::Fanout(options) => fanout::run(options).await,
-        What::Idle(options) => idle::run(options).await,
-        What::Latency(options) => latency::run(options).await,
-        What::Slow(options) => slow::run(options).await,
-        What::Accept(options) => accept::run(options).await,
-        What::Compare(options) => peers::run(options).await,
-        What::All(options) => all::run(options).await,
-        What::Floor(options) => return floor_process(&options),
-        What::Storm(options) => storm::run(options).await,
-        What::Handshakes(options) => handshakes::run(options).await,
-        What::Verdicts(options) => verdicts::run(options).await,
-        What::Abort(options) => abort::run(options).await,
-        What::Rebalance(options) => rebalance::run(options).await,
-        What::Drain(options) => drain::run(options).await,
+    if let What::Floor(options) = &cli.what {
+        return floor_process(options);
+    }
+    // Whatever was started for the measurement ends with it: it is dropped where it stands.
+    let outcome = tokio::select! {
+        outcome = measure(cli.what) => outcome,
+        why = told_to_end() => Err(why),
     };
     match outcome.and_then(|report| keep(cli.html.as_deref(), report)) {
         Ok(report) => {
@@ -153,6 +146,38 @@ async fn main() -> ExitCode {
             ExitCode::from(69)
         }
     }
+}
+
+async fn measure(what: What) -> Result<Report, String> {
+    match what {
+        What::Fanout(options) => fanout::run(options).await,
+        What::Idle(options) => idle::run(options).await,
+        What::Latency(options) => latency::run(options).await,
+        What::Slow(options) => slow::run(options).await,
+        What::Accept(options) => accept::run(options).await,
+        What::Compare(options) => peers::run(options).await,
+        What::All(options) => all::run(options).await,
+        What::Floor(_) => Err("the floor is no measurement".to_owned()),
+        What::Storm(options) => storm::run(options).await,
+        What::Handshakes(options) => handshakes::run(options).await,
+        What::Verdicts(options) => verdicts::run(options).await,
+        What::Abort(options) => abort::run(options).await,
+        What::Rebalance(options) => rebalance::run(options).await,
+        What::Drain(options) => drain::run(options).await,
+    }
+}
+
+/// Ctrl-C or SIGTERM.
+async fn told_to_end() -> String {
+    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()))
+    else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+    }
+    "told to end before there was a result".to_owned()
 }
 
 /// Writes the page, where one was asked for.

@@ -177,6 +177,10 @@ impl<S: Socket> Future for Driver<S> {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let this = &mut *self;
         if this.read(cx).is_ready() {
+            // Who said goodbye and closed his half at once may still hear ours.
+            if this.stage == Stage::Leaving {
+                let _ = this.write(cx);
+            }
             return Poll::Ready(());
         }
         if this.stage == Stage::Lingering {

@@ -1,10 +1,12 @@
 //! The node: its sessions, its phase, its ways in for the edge, the API and plugins.
 
 use std::net::IpAddr;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -14,7 +16,7 @@ use tracing::Instrument;
 
 use crate::attach;
 use crate::auth::{Identity, Verifier};
-use crate::backplane::{Backplane, Publish, Published, Revocation, RevocationKey, Unavailable};
+use crate::backplane::{Backplane, Publish, Published, Revocation, Unavailable};
 use crate::channel::Channel;
 use crate::clock::{Clock, Dice};
 use crate::close::CloseReason;
@@ -32,6 +34,7 @@ use crate::quota::{self, Quota};
 use crate::recycle::{Aged, Recycle, Way};
 use crate::refusal::{Refusal, RefusalCode};
 use crate::revocation::Revocations;
+use crate::revoking::{self, Revoking};
 use crate::roll::{self, Rolls};
 use crate::session::{Buried, Deadlines, Session, SessionConfig, SessionId, SessionInfo, SubStage};
 use crate::shed::Shedding;
@@ -142,6 +145,8 @@ pub struct Hub {
     pub(crate) runtime: Handle,
     pub(crate) tasks: TaskTracker,
     pub(crate) stop: CancellationToken,
+    broken: CancellationToken,
+    pub(crate) revoking: Revoking,
     sessions: Register,
     n_sessions: AtomicUsize,
     /// Since the start.
@@ -180,6 +185,8 @@ impl Hub {
             runtime: Handle::current(),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
+            broken: CancellationToken::new(),
+            revoking: Revoking::default(),
             sessions: Register::default(),
             n_sessions: AtomicUsize::new(0),
             n_opened: AtomicU64::new(0),
@@ -204,8 +211,9 @@ impl Hub {
     /// Starts the dispatcher, the wheel and the plugins' own tasks. Called once.
     pub fn start(self: &Arc<Self>) {
         let link = self.backplane.link();
-        self.tasks.spawn(dispatch::run(self.clone(), link));
-        self.tasks.spawn(turn_wheel(self.clone()));
+        self.vital("dispatcher", dispatch::run(self.clone(), link));
+        self.vital("wheel", turn_wheel(self.clone()));
+        self.vital("revocations", revoking::run(self.clone()));
         // It waits for changes and for the list; shutting down waits for neither.
         self.tasks.spawn(self.stop.clone().run_until_cancelled_owned(sweep::run(self.clone())));
         self.tasks.spawn(self.stop.clone().run_until_cancelled_owned(roll::run(self.clone())));
@@ -215,6 +223,26 @@ impl Hub {
         for task in self.plugins.tasks(&self.handle(), &self.stop) {
             self.tasks.spawn(task);
         }
+    }
+
+    /// A task that the node cannot do without: were it gone, sessions would stay open and hear nothing.
+    fn vital(self: &Arc<Self>, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+        let hub = self.clone();
+        self.tasks.spawn(async move {
+            if AssertUnwindSafe(task).catch_unwind().await.is_err() {
+                tracing::error!(task = name, "a task that the node cannot do without has panicked");
+                hub.broken.cancel();
+            }
+        });
+    }
+
+    /// Waits until the node is good for nothing any more, for a fault of ours: the process should end, and be
+    /// started anew.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost.
+    pub async fn broken(&self) {
+        self.broken.cancelled().await;
     }
 
     /// For the API and plugins.
@@ -522,16 +550,6 @@ impl Hub {
 
     // ---- what others say
 
-    /// A revocation that reached this node: open sessions that it names end.
-    pub(crate) fn revoked(&self, revocation: &Revocation) {
-        self.revocations.note(revocation);
-        for session in self.all_sessions() {
-            if is_named(revocation, &session.lock().identity) {
-                self.end(&session, CloseReason::Revoked);
-            }
-        }
-    }
-
     pub(crate) async fn revoke(&self, revocation: Revocation, ttl: Duration) -> Result<(), Unavailable> {
         self.backplane.revoke(revocation, ttl).await
     }
@@ -631,14 +649,6 @@ impl Hub {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         self.metrics.outbox_bytes(bytes - *last);
         *last = bytes;
-    }
-}
-
-fn is_named(revocation: &Revocation, identity: &Identity) -> bool {
-    match &revocation.key {
-        RevocationKey::Jti(jti) => identity.jti.as_ref() == Some(jti),
-        RevocationKey::Sid(sid) => identity.sid.as_ref() == Some(sid),
-        RevocationKey::Sub(sub) => identity.user.as_ref() == Some(sub) && identity.issued_at <= revocation.before,
     }
 }
 

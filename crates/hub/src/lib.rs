@@ -34,6 +34,7 @@ mod quota;
 mod recycle;
 pub mod refusal;
 pub mod revocation;
+mod revoking;
 pub mod roll;
 pub mod session;
 pub mod shed;

@@ -4,6 +4,7 @@ use super::output::{complain, say};
 use super::{CliError, ConfigArgs};
 use crate::config::table::{self, row};
 use crate::config::{Config, Purpose, Setting, process_environment};
+use crate::run::rehearse;
 use crate::settings;
 
 /// Widest column of values; longer ones push their line out of the grid rather than all others.
@@ -12,7 +13,7 @@ const MAX_COLUMN: usize = 36;
 /// Prints the table, its Markdown, or nothing but faults and warnings.
 ///
 /// # Errors
-/// `Config` with every fault; `Usage` where the check finds what this build cannot do.
+/// `Config` with every fault; `Usage` where the check finds what `serve` would refuse besides.
 pub fn run(args: &ConfigArgs) -> Result<(), CliError> {
     if args.markdown {
         say(table::markdown().trim_end());
@@ -20,12 +21,9 @@ pub fn run(args: &ConfigArgs) -> Result<(), CliError> {
     }
     let purpose = if args.check { Purpose::Serve } else { Purpose::Look };
     let config = Config::from_environment(&process_environment(), purpose)?;
-    let missing = settings::refuse_what_is_not_there(&config).err();
     let mut warnings = config.warnings();
     if args.check {
-        if let Some(missing) = missing {
-            return Err(CliError::Usage(missing.to_string()));
-        }
+        rehearse(&config).map_err(|refused| CliError::Usage(refused.to_string()))?;
         say("configuration ok");
     } else {
         say(render(config.settings()).trim_end());
@@ -34,7 +32,9 @@ pub fn run(args: &ConfigArgs) -> Result<(), CliError> {
     for warning in warnings {
         complain(&format!("warning: {warning}"));
     }
-    if let Some(missing) = missing {
+    if !args.check
+        && let Err(missing) = settings::refuse_what_is_not_there(&config)
+    {
         complain(&format!("warning: {missing}"));
     }
     Ok(())

@@ -65,9 +65,9 @@ async fn serve(
     // Before anything slow: an early signal must find its listener.
     let stops = signals().map_err(|error| CliError::Internal(format!("no signals: {error}")))?;
     run::run(config, plugins, Surroundings { stops, listening, console_token }).await.map_err(|error| match error {
-        RunError::Config(_) | RunError::Keys(_) => CliError::Usage(error.to_string()),
+        RunError::Config(_) | RunError::Keys { .. } => CliError::Usage(error.to_string()),
         RunError::Service(_) | RunError::Listen { .. } => CliError::Unreachable(error.to_string()),
-        RunError::Io(_) => CliError::Internal(error.to_string()),
+        RunError::Io(_) | RunError::Broken => CliError::Internal(error.to_string()),
     })
 }
 

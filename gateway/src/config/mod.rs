@@ -154,6 +154,18 @@ pub enum Key<'a> {
     JwksFile(&'a Path),
 }
 
+impl Key<'_> {
+    /// Which variable says it.
+    pub fn variable(self) -> &'static str {
+        match self {
+            Key::Secret(_) => "GATEWAY_JWT_SECRET",
+            Key::Public(_) => "GATEWAY_JWT_PUBLIC_KEY",
+            Key::JwksUrl(_) => "GATEWAY_JWT_JWKS_URL",
+            Key::JwksFile(_) => "GATEWAY_JWT_JWKS_FILE",
+        }
+    }
+}
+
 /// What was revoked.
 #[derive(Clone, Debug)]
 pub struct Revocation {

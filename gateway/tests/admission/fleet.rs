@@ -139,6 +139,41 @@ async fn the_oldest_beyond_the_limit_end_wherever_they_are_and_the_others_miss_n
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_channel_ends_in_a_users_sessions_on_every_node_and_they_hear_the_others_on() {
+    let redis = RedisServer::plain();
+    let (a, b) = tokio::join!(GatewayProcess::start(on(&redis, "a")), GatewayProcess::start(on(&redis, "b")));
+    for gateway in [&a, &b] {
+        until_known(gateway, &["a", "b"]).await;
+    }
+    let auth = |user: &str| bearer(&token(&json!({"sub": user, "channels": ["news", "room:1"]})));
+    let open = async |gateway: &GatewayProcess, user: &str| {
+        let opened = try_ws(gateway, "/v1/ws", &[("Authorization", &auth(user))]).await;
+        let mut client = opened.unwrap_or_else(|refused| panic!("{}", refused.text()));
+        client.until("ready").await;
+        client
+    };
+    let mut theirs = [open(&a, "42").await, open(&b, "42").await];
+    let mut other = open(&b, "43").await;
+    let off = call(&a, "DELETE", "/v1/subscriptions?channel=room:1&user=42").await;
+    assert_eq!((off.status(), off.text()), (200, r#"{"ended":2,"missing":[]}"#));
+    for client in &mut theirs {
+        let told = client.until("unsubscribed").await.pop().expect("it is told");
+        assert_eq!((&told["channel"], &told["reason"]), (&json!("room:1"), &json!("admin")));
+    }
+    b.publish("room:1", &json!(1)).await;
+    a.publish("news", &json!(2)).await;
+    for client in &mut theirs {
+        assert_eq!(events_to(client, 2).await, [2]);
+    }
+    assert_eq!(events_to(&mut other, 2).await, [1, 2]);
+    // It forbids nothing: the token grants it still.
+    theirs[0].send_json(&json!({"type": "subscribe", "channel": "room:1"})).await;
+    theirs[0].until("ok").await;
+    b.publish("room:1", &json!(3)).await;
+    assert_eq!(events_to(&mut theirs[0], 3).await, [3]);
+}
+
 /// A tab whose author read nothing: whatever happens, it comes back. Ends with what its last
 /// session has heard, once that stays open beyond `end`.
 async fn dumb_tab(

@@ -69,24 +69,17 @@ async fn three_thousand_who_came_and_went_leave_nothing_behind() {
     let gateway = GatewayProcess::start(on_redis(&redis.url())).await;
     // The first thousand bring everything to its usual size: pools, connections, threads.
     lives(&gateway, 0, ROUND).await;
-    let cpu = async || gateway.metric("process_cpu_seconds_total").await.expect("it is there");
-    let cpu_first = cpu().await;
     let (descriptors, series_before, first) = (n_descriptors(&gateway), series(&gateway).await, resident(&gateway));
     let links = redis.cli(&["CLIENT", "LIST"]).lines().count();
     lives(&gateway, ROUND, 2 * ROUND).await;
-    let (second, cpu_second) = (resident(&gateway), cpu().await);
+    let second = resident(&gateway);
     lives(&gateway, 2 * ROUND, 3 * ROUND).await;
-    let (third, cpu_third) = (resident(&gateway), cpu().await);
-    println!(
-        "resident after each thousand: {first}, {second}, {third}; CPU time: {cpu_first}, {cpu_second}, {cpu_third}"
-    );
+    let third = resident(&gateway);
     // A kilobyte a life that stays would be two megabytes over both.
     assert!(
         third.saturating_sub(first) < 8 << 20 && third.saturating_sub(second) < 4 << 20,
         "{first} {second} {third}"
     );
-    // What is left behind and looked through for each who comes would make it several times as much.
-    assert!(cpu_third - cpu_second < 3.0 * (cpu_second - cpu_first) + 0.5, "{cpu_first} {cpu_second} {cpu_third}");
     assert!(n_descriptors(&gateway) <= descriptors + 2, "{descriptors}, then {}", n_descriptors(&gateway));
     assert!(redis.cli(&["CLIENT", "LIST"]).lines().count() <= links + 2);
     assert_eq!(series(&gateway).await, series_before, "no label grew");

@@ -185,53 +185,6 @@ fn size_of(event: &Value) -> usize {
     event["data"].as_str().unwrap_or_else(|| panic!("no event: {event}")).len()
 }
 
-#[tokio::test]
-async fn waiting_events_are_shared_by_all_who_wait_for_them() {
-    const CROWD: usize = 60;
-    const EVENTS: usize = 50;
-    let gateway =
-        GatewayProcess::start(options().env("GATEWAY_OUTBOX_BYTES", "16MiB").env("GATEWAY_WRITE_TIMEOUT", "60s")).await;
-    let mut crowd = Vec::with_capacity(CROWD);
-    for i in 0..CROWD {
-        crowd.push(if i % 2 == 0 {
-            Listener::Ws(narrow_ws(&gateway).await)
-        } else {
-            Listener::Sse(narrow_sse(&gateway).await)
-        });
-    }
-    let before = resident(&gateway);
-    let data = "x".repeat(60 * 1024);
-    for i in 0..EVENTS {
-        gateway.publish("news", &json!({"n": i, "pad": data})).await;
-    }
-    let grown = resident(&gateway).saturating_sub(before);
-    // Twice the payload for two wires and once for the log: a dozen MiB, not 60 times three.
-    assert!(grown < 40 << 20, "{grown} bytes wait for {CROWD}");
-    for listener in &mut crowd {
-        for i in 0..EVENTS {
-            assert_eq!(listener.n().await, i as u64);
-        }
-    }
-    assert_eq!(gateway.metric("gateway_sessions_closed_total{reason=\"slow\"}").await.unwrap_or(0.0), 0.0);
-    // All of it is read: nothing of it waits for anybody any more.
-    gateway.until_metric("gateway_outbox_bytes", 0.0).await;
-}
-
-enum Listener {
-    Ws(WsClient),
-    Sse(SseClient),
-}
-
-impl Listener {
-    async fn n(&mut self) -> u64 {
-        let n = match self {
-            Listener::Ws(client) => client.json().await["data"]["n"].as_u64(),
-            Listener::Sse(client) => client.block().await.json()["data"]["n"].as_u64(),
-        };
-        n.expect("a number")
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_burst_larger_than_an_outbox_ends_nobody_who_reads() {
     const N: usize = 250;

@@ -164,3 +164,21 @@ async fn an_outbox_that_is_full_ends_its_session_and_no_other_of_the_same_event(
         assert_eq!(open.session().ending(), (i % 7 == 0).then_some(CloseReason::Slow), "{i}");
     }
 }
+
+#[tokio::test]
+async fn a_node_whose_dispatcher_panicked_says_that_it_cannot_go_on() {
+    let node = Testing::new(0).node("n").await;
+    let open = node.open_as(identity(None), &["news"]);
+    until("it is live", || open.session().lock().stage == Stage::Live).await;
+    let session = open.session().clone();
+    // Whoever comes to its state from now on panics, as after any panic under its lock.
+    let poisoned = std::thread::spawn(move || {
+        let _state = session.lock();
+        panic!("on purpose");
+    });
+    assert!(poisoned.join().is_err());
+    node.publish("news", "1").await;
+    tokio::time::timeout(Duration::from_secs(20), node.hub.broken()).await.expect("it says so");
+    // Its end would panic as well.
+    std::mem::forget(open);
+}
