@@ -155,6 +155,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Wire<S> {
         self.socket.flush().await
     }
 
+    /// Closes our half; what the peer still says can be read.
+    ///
+    /// # Errors
+    /// The connection is gone.
+    pub async fn finish(&mut self) -> io::Result<()> {
+        self.socket.shutdown().await
+    }
+
     /// Writes a request. `Host` is `host` where `headers` have none.
     ///
     /// # Errors

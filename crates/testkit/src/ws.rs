@@ -262,6 +262,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> WsClient<S> {
         self.send_frame(&Frame::new(opcode::CLOSE, payload)).await
     }
 
+    /// Closes our half of the connection; what the gateway still says can be read.
+    ///
+    /// # Errors
+    /// The connection is gone.
+    pub async fn finish(&mut self) -> io::Result<()> {
+        self.wire.finish().await
+    }
+
     /// The next message or control frame.
     ///
     /// # Panics

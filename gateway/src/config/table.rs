@@ -212,7 +212,7 @@ const PROCESS: &[Variable] = &[
         "GATEWAY_TLS_CERT_FILE",
         Kind::Path,
         Nothing("unset"),
-        "PEM chain; with the key file: TLS and HTTP/2 on the public listener",
+        "PEM chain; with the key file: TLS and HTTP/2 on the public listener; refused by this build",
     ),
     var("GATEWAY_TLS_KEY_FILE", Kind::Path, Nothing("unset"), "PEM private key of the certificate"),
     var(
@@ -352,7 +352,7 @@ const REDIS: &[Variable] = &[
             "a redis://, rediss://, redis+sentinel://, redis+cluster:// or unix:// URL, its password percent-encoded (or in GATEWAY_REDIS_PASSWORD)",
         ),
         Nothing("in memory"),
-        "the backplane; unset: one node, everything else works",
+        "the backplane; unset: one node, everything else works; Sentinel and Cluster are refused by this build",
     ),
     var("GATEWAY_REDIS_PASSWORD", Kind::Secret("a password"), Nothing("unset"), "for passwords that do not fit a URL"),
     var("GATEWAY_REDIS_CA_FILE", Kind::Path, Nothing("unset"), "PEM of a private CA for TLS to Redis"),
@@ -367,7 +367,7 @@ const REDIS: &[Variable] = &[
         "GATEWAY_PARTITIONS",
         count(1, 8),
         Value("1"),
-        "partitions of the log, above 1 only with `redis+cluster://`; fixed at the log's birth",
+        "partitions of the log, above 1 only with `redis+cluster://`, which this build refuses; fixed at the log's birth",
     ),
 ];
 

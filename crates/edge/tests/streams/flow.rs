@@ -63,6 +63,17 @@ async fn a_frame_that_is_half_written_is_finished_before_the_close() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_says_goodbye_and_closes_his_half_at_once_still_hears_ours() {
+    let node = Node::start(Settings::new());
+    let mut client = node.ws("u").await;
+    client.send_close(1000, "").await.unwrap();
+    client.finish().await.unwrap();
+    assert_eq!(client.until_closed().await.1, 1000);
+    node.until_open(0).await;
+    assert_eq!(node.n_closed("client"), 1.0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_slow_client_gets_the_rest_of_its_frame_then_the_reason_and_nothing_else() {
     let mut settings = Settings::new();
     settings.hub.session.outbox_bytes = 35_000;
