@@ -90,8 +90,9 @@ struct Dispatcher {
     hold: Vec<Event>,
     redo: bool,
     repair: Option<BoxFuture<'static, Repair>>,
-    /// Bytes offered to each listener since others last had a turn, and events offered.
+    /// Bytes offered to each listener since others last had a turn.
     breath: usize,
+    /// Events offered since then, each to each of its listeners.
     n_offered: usize,
 }
 

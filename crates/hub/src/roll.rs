@@ -1,5 +1,5 @@
-//! The roll call: which sessions are open over the whole fleet, the end of some of them, or of one channel in them. Decides
-//! how nodes are asked, what each may answer, and how long is waited for whom.
+//! The roll call: which sessions are open over the whole fleet, the end of some of them, or of one
+//! channel in them. Decides how nodes are asked, what each may answer, and how long is waited for whom.
 //!
 //! A node asks all others with one text through the backplane, and each answers with one. Which
 //! ones must answer the fleet's reports say; who has not within half a second is named as missing,
