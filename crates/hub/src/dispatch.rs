@@ -12,13 +12,13 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{Instant, sleep_until};
 
 use crate::backplane::{Facts, From, FromLink, GapReason, Read, ReadAsk};
 use crate::channel::Channel;
 use crate::cursor::EventId;
 use crate::event::{Event, Run};
-use crate::fanout::Listener;
+use crate::fanout::{Listener, Which};
 use crate::hub::Hub;
 use crate::message::{self, Resume};
 use crate::session::{Route, Stage, SubStage};
@@ -27,6 +27,8 @@ mod spread;
 
 /// Events of one channel that are offered together: what waits already leaves in one write.
 const MAX_RUN: usize = 32;
+/// How often channels that nobody listens on are looked for.
+const SWEEP: Duration = Duration::from_secs(1);
 /// Channels of one read of a repair: keeps one call of the log's Function short.
 const REPAIR_CHANNELS: usize = 200;
 /// Events that a repair may hold at once, over all channels; beyond it sessions get `gap`.
@@ -42,9 +44,14 @@ pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
     let mut dispatcher = Dispatcher::new(hub.clone());
     // What ended the last run of events.
     let mut ahead = None;
-    let mut sweep = interval(Duration::from_secs(1));
-    sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut next_sweep = Instant::now() + SWEEP;
     loop {
+        // Not an arm of its own: a link that always has something would never let it have its turn.
+        if Instant::now() >= next_sweep {
+            let which = if ahead.is_none() && link.is_empty() { Which::All } else { Which::Confirmed };
+            hub.channels.sweep(Instant::now(), which);
+            next_sweep = Instant::now() + SWEEP;
+        }
         tokio::select! {
             biased;
             // First, or a busy link would starve its own repair. Cancel-safe: polled in place.
@@ -60,9 +67,7 @@ pub(crate) async fn run(hub: Arc<Hub>, mut link: mpsc::Receiver<FromLink>) {
                 Some(said) => dispatcher.on(said),
                 None => return,
             },
-            // Last: what is given up while its confirmation waits here could be confirmed to a newcomer who
-            // listens anew, and whose own subscription does not stand yet.
-            _ = sweep.tick() => { hub.channels.sweep(Instant::now()); }
+            () = sleep_until(next_sweep) => {}
             () = hub.stop.cancelled() => return,
         }
     }

@@ -41,6 +41,16 @@ struct Waiters(Vec<oneshot::Sender<()>>);
 /// half of all, are a word each.
 type Shard = HashTable<Box<Entry>>;
 
+/// Which channels may be given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Which {
+    /// Any: no confirmation waits to be heard.
+    All,
+    /// Those whose confirmation was heard. Another's may wait in the link, and a newcomer who listens anew
+    /// would take it for its own, while its own subscription does not stand yet.
+    Confirmed,
+}
+
 /// All channels of the node.
 pub(crate) struct Channels {
     shards: [Mutex<Shard>; N_SHARDS],
@@ -147,19 +157,21 @@ impl Channels {
         }
     }
 
-    /// Gives up channels without a listener for longer than `LINGER`; returns how many.
-    pub fn sweep(&self, now: Instant) -> usize {
+    /// Gives up channels without a listener for longer than `LINGER`, as far as `which` has them; returns
+    /// how many.
+    pub fn sweep(&self, now: Instant, which: Which) -> usize {
         let (now, mut n) = (Moment::from(now), 0);
         for shard in &self.shards {
             let mut shard = shard.lock().expect("no panic while a shard is held");
             shard.retain(|entry| {
                 entry.listeners.shrink();
-                let stays = entry.listeners.idle_since().is_none_or(|since| now < since + LINGER);
-                if !stays {
+                let is_over = entry.listeners.idle_since().is_some_and(|since| now >= since + LINGER);
+                let goes = is_over && (which == Which::All || entry.awaited.is_none());
+                if goes {
                     self.backplane.unwant(&entry.channel);
                     n += 1;
                 }
-                stays
+                !goes
             });
             if shard.capacity() > 64 && shard.len() * 4 < shard.capacity() {
                 shard.shrink_to_fit(|entry| self.hasher.hash_one(&entry.channel));

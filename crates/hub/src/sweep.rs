@@ -100,6 +100,7 @@ mod tests {
     use super::*;
     use crate::backplane::{Backplane, Revocation, RevocationKey};
     use crate::hub::Open;
+    use crate::testing::mute::Answers;
     use crate::testing::{Testing, endings, identity, settle};
 
     fn with_jti(jti: String) -> Identity {
@@ -132,6 +133,24 @@ mod tests {
         pass(&node.hub, Pace::AtOnce).await;
         assert_eq!(endings(&open[N..]), [Some(CloseReason::Revoked)]);
         assert_eq!(endings(&open[..N]), [None; N]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_token_that_was_replaced_while_the_list_answers_ends_nobody() {
+        let node = Testing::new(0).node("n").await;
+        let [replaced, kept] = ["replaced", "kept"].map(|jti| node.open_as(with_jti(jti.into()), &[]));
+        settle().await;
+        node.mute.set(Answers::After(Duration::from_millis(500)));
+        node.memory.cut_link();
+        for jti in ["replaced", "kept"] {
+            node.memory.revoke(of_jti(jti.into()), Duration::from_secs(600)).await.unwrap();
+        }
+        let rotated = async {
+            sleep(Duration::from_millis(250)).await;
+            node.hub.replace_identity(replaced.session(), &Arc::new(with_jti("new".into())), 1);
+        };
+        tokio::join!(pass(&node.hub, Pace::AtOnce), rotated);
+        assert_eq!(endings([&replaced, &kept]), [None, Some(CloseReason::Revoked)]);
     }
 
     #[tokio::test(start_paused = true)]

@@ -95,6 +95,13 @@ impl Testing {
     }
 
     fn node_of(&self, config: HubConfig, plugins: Plugins) -> Node {
+        let node = self.still(config, plugins);
+        node.hub.start();
+        node
+    }
+
+    /// One none of whose tasks runs; whoever tests one of them runs that.
+    pub fn still(&self, config: HubConfig, plugins: Plugins) -> Node {
         let memory = self.log.node(&config.node);
         let mute = Arc::new(Mute::new(memory.clone()));
         let metrics = Metrics::new("1.2.3");
@@ -119,19 +126,17 @@ impl Testing {
             config: HubConfig { fleet, ..config },
             backplane: mute.clone(),
             verifier: Arc::new(verifier.expect("a good key")),
-            revocations: Arc::new(Revocations::new(memory.clone(), revocation, metrics.clone())),
+            revocations: Arc::new(Revocations::new(mute.clone(), revocation, metrics.clone())),
             plugins,
             metrics: metrics.clone(),
             clock: self.clock.clone(),
             dice: self.dice.clone(),
         };
-        let hub = Hub::new(parts);
-        hub.start();
-        Node { hub, memory, mute, metrics }
+        Node { hub: Hub::new(parts), memory, mute, metrics }
     }
 }
 
-fn config(name: &str, capacity: usize) -> HubConfig {
+pub(crate) fn config(name: &str, capacity: usize) -> HubConfig {
     HubConfig {
         node: name.into(),
         capacity,

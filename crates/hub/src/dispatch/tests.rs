@@ -1,10 +1,14 @@
 use std::sync::Weak;
 
+use tokio::time::advance;
+
 use crate::close::CloseReason;
 use crate::event::Wire;
+use crate::fanout::LINGER;
 use crate::hub::Open;
 use crate::outbox::Item;
-use crate::testing::{Kernel, Testing, identity, items, settle, until};
+use crate::plugin::Plugins;
+use crate::testing::{Kernel, Testing, config, identity, items, settle, until};
 
 use super::*;
 
@@ -106,6 +110,29 @@ async fn a_burst_over_many_small_channels_lets_others_in_between() {
         n_reached = n_now;
     }
     assert!(longest < 2 * spread::CHUNK, "{longest} between two of our turns");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_link_that_always_has_something_keeps_no_channel_that_nobody_listens_on() {
+    let testing = Testing::new(0);
+    let (node, open) = (testing.still(config("n", 100), Plugins::new()), testing.node("other").await.open("u"));
+    let [heard, awaited] = ["heard", "awaited"].map(|name| Channel::new(name).unwrap());
+    for channel in [&heard, &awaited] {
+        let (slot, _) = node.hub.channels.listen(channel, Listener::new(open.session().clone(), 0));
+        node.hub.channels.unlisten(channel, slot);
+    }
+    node.hub.channels.confirm(&heard);
+    let (tell, link) = mpsc::channel(4 * HALF);
+    tokio::spawn(run(node.hub.clone(), link));
+    for _ in 0..2 * LINGER.as_secs() {
+        // Something is there whenever it is due.
+        while tell.try_send(FromLink::Beacon(EventId::ZERO)).is_ok() {}
+        advance(SWEEP).await;
+        while tell.capacity() < tell.max_capacity() {
+            tokio::task::yield_now().await;
+        }
+    }
+    assert_eq!(node.hub.channels.sweep(Instant::now(), Which::All), 1, "only the one that is not confirmed yet");
 }
 
 #[tokio::test(start_paused = true)]

@@ -42,17 +42,37 @@ async fn a_channel_is_given_up_ten_seconds_after_its_last_listener_and_not_befor
 
     let slots = [channels.listen(&channel, listener(&open)).0, channels.listen(&channel, listener(&open)).0];
     channels.unlisten(&channel, slots[0]);
-    assert_eq!(channels.sweep(Instant::now() + LINGER), 0, "one is left");
+    assert_eq!(channels.sweep(Instant::now() + LINGER, Which::All), 0, "one is left");
     channels.unlisten(&channel, slots[1]);
     let idle = Instant::now();
-    assert_eq!(channels.sweep(idle + just_before), 0);
+    assert_eq!(channels.sweep(idle + just_before, Which::All), 0);
     // Somebody came back in the last moment, and left again.
     let (slot, _) = channels.listen(&channel, listener(&open));
-    assert_eq!(channels.sweep(idle + LINGER), 0);
+    assert_eq!(channels.sweep(idle + LINGER, Which::All), 0);
     tokio::time::sleep(Duration::from_secs(5)).await;
     channels.unlisten(&channel, slot);
-    assert_eq!(channels.sweep(Instant::now() + just_before), 0);
-    assert_eq!((channels.sweep(Instant::now() + LINGER), n_known(&channels)), (1, 0));
+    assert_eq!(channels.sweep(Instant::now() + just_before, Which::All), 0);
+    assert_eq!((channels.sweep(Instant::now() + LINGER, Which::All), n_known(&channels)), (1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_channel_whose_confirmation_is_still_awaited_is_given_up_only_where_none_waits_to_be_heard() {
+    let testing = Testing::new(0);
+    let open = testing.node("n").await.open("u");
+    let channels = Channels::new(testing.log.node("other"));
+    let channel = Channel::new("c").unwrap();
+    let (slot, _) = channels.listen(&channel, listener(&open));
+    channels.unlisten(&channel, slot);
+    let over = Instant::now() + LINGER;
+    assert_eq!(channels.sweep(over, Which::Confirmed), 0);
+    channels.confirm(&channel);
+    channels.unconfirm_all();
+    assert_eq!(channels.sweep(over, Which::Confirmed), 0, "another link's");
+    channels.confirm(&channel);
+    assert_eq!((channels.sweep(over, Which::Confirmed), n_known(&channels)), (1, 0));
+    let (slot, _) = channels.listen(&channel, listener(&open));
+    channels.unlisten(&channel, slot);
+    assert_eq!((channels.sweep(over, Which::All), n_known(&channels)), (1, 0));
 }
 
 #[tokio::test(start_paused = true)]
@@ -64,7 +84,7 @@ async fn the_room_of_a_crowd_goes_with_it_and_who_stays_keeps_its_place() {
     let slots: Vec<usize> = (0..10_000).map(|_| channels.listen(&channel, listener(&open)).0).collect();
     let stays = slots[3];
     slots.iter().filter(|slot| **slot != stays).for_each(|slot| channels.unlisten(&channel, *slot));
-    channels.sweep(Instant::now());
+    channels.sweep(Instant::now(), Which::All);
     let room = entry(&channels, &channel, |entry| entry.listeners.n_slots());
     assert!(room < 64, "room for {room}");
     let mut heard = Vec::new();
@@ -154,10 +174,10 @@ async fn a_users_own_channel_is_one_allocation_of_five_words() {
     assert!(is_bare(), "nothing of it lies elsewhere");
     // Another device, for a while.
     let (slot, _) = channels.listen(&channel, Listener::new(open.session().clone(), 1));
-    channels.sweep(Instant::now());
+    channels.sweep(Instant::now(), Which::All);
     assert_eq!(heard(&channels, &channel), [0, 1]);
     channels.unlisten(&channel, slot);
-    channels.sweep(Instant::now());
+    channels.sweep(Instant::now(), Which::All);
     assert!(is_bare());
     assert_eq!(heard(&channels, &channel), [0]);
 }
