@@ -97,7 +97,9 @@ impl Cache {
         }
         let known = generations.old.remove(mark)?;
         let verified = known.verified();
-        self.remember(&mut generations, *mark, known);
+        let forgotten = self.remember(&mut generations, *mark, known);
+        drop(generations);
+        drop(forgotten);
         Some(verified)
     }
 
@@ -111,7 +113,8 @@ impl Cache {
             not_before: u32::try_from(verified.not_before.as_secs()).unwrap_or(u32::MAX),
             n_bytes: u32::try_from(n_bytes).unwrap_or(u32::MAX),
         };
-        self.remember(&mut self.lock(), mark, known);
+        let forgotten = self.remember(&mut self.lock(), mark, known);
+        drop(forgotten);
     }
 
     /// Forgets what was not used for `AGE` or more and belongs to no session. To be called now and
@@ -142,16 +145,19 @@ impl Cache {
         generations.old.remove(mark);
     }
 
-    fn remember(&self, generations: &mut Generations, mark: Mark, known: Known) {
-        let n_bytes = known.n_bytes as usize;
+    /// Returns what was forgotten for it: up to half of all, and best freed after the lock.
+    #[must_use]
+    fn remember(&self, generations: &mut Generations, mark: Mark, known: Known) -> HashMap<Mark, Known> {
+        let (n_bytes, mut forgotten) = (known.n_bytes as usize, HashMap::new());
         if generations.young.len() >= self.half || generations.young_bytes + n_bytes > self.half_bytes {
-            generations.old = std::mem::take(&mut generations.young);
+            forgotten = std::mem::replace(&mut generations.old, std::mem::take(&mut generations.young));
             generations.young_bytes = 0;
         }
         if let Some(before) = generations.young.insert(mark, known) {
             generations.young_bytes -= before.n_bytes as usize;
         }
         generations.young_bytes += n_bytes;
+        forgotten
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Generations> {
