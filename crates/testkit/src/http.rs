@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 
 /// How long a test client waits for the other side before it fails the test, unless told otherwise.
 /// Not a promise of the gateway: only so that nothing hangs.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 /// A head larger than this is no head.
 const MAX_HEAD: usize = 64 * 1024;
 

@@ -5,7 +5,7 @@
 //! every backplane must pass · `faults` a backplane that is late, silent or away ·
 //! `redis` a real server to kill, pause and fail over · `proxy` a wire to cut · `gateway` the real
 //! binary · `http`, `sse`, `ws` raw clients · `temp` a directory to write in · `numbered` events that are counted from the publisher
-//! to the client · `world` a fleet and its clients on in-memory pipes under a paused clock · `fleet`
+//! to the client · `lag` how late the test itself was · `world` a fleet and its clients on in-memory pipes under a paused clock · `fleet`
 //! tens of hubs and tens of thousands of light clients under that clock.
 
 pub mod balancer;
@@ -15,6 +15,7 @@ pub mod faults;
 pub mod fleet;
 pub mod gateway;
 pub mod http;
+pub mod lag;
 pub mod numbered;
 pub mod proxy;
 pub mod redis;

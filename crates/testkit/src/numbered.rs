@@ -24,6 +24,9 @@ const BATCH_EVERY: Duration = Duration::from_millis(20);
 const RETRY: Duration = Duration::from_millis(25);
 /// So long a publisher tries before it fails the test.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// So long an answer of Redis may take. A Redis that is killed ends the connection at once; this is
+/// for one that is busy.
+const REPLIES: Duration = Duration::from_secs(10);
 
 /// An event's place in the log, as its id says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -285,7 +288,7 @@ async fn by_function(redis: SocketAddr, log: &str, items: &[Item]) -> Vec<Option
 
 /// Sends these commands over a connection of their own, all at once, and gives the replies in order:
 /// `$<text>` of a bulk string, else the reply's first line as it stands. Fewer where the connection
-/// ended or two seconds passed before.
+/// ended or ten seconds passed before.
 pub async fn call_redis<W: AsRef<[u8]>>(redis: SocketAddr, commands: &[Vec<W>]) -> Vec<String> {
     let mut replies = Vec::new();
     let whole = async {
@@ -303,7 +306,7 @@ pub async fn call_redis<W: AsRef<[u8]>>(redis: SocketAddr, commands: &[Vec<W>]) 
         }
         Some(())
     };
-    let _ = tokio::time::timeout(Duration::from_secs(2), whole).await;
+    let _ = tokio::time::timeout(REPLIES, whole).await;
     replies
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use testkit::gateway::{GatewayProcess, Signal};
 use testkit::http;
+use testkit::lag::Lag;
 use testkit::redis::RedisServer;
 use testkit::sse::SseClient;
 use testkit::ws::WsClient;
@@ -52,15 +53,17 @@ async fn ready(gateway: &GatewayProcess) -> (u16, Value) {
 
 /// The share that is gone never differs much from the share of the window that is over, and no half
 /// second has much more than its part. Wide enough for a test machine that stands still for half a
-/// second; all closes at once, or in two halves, are far outside.
-fn assert_spread(ends: &[Ending], window: Duration) {
+/// second, and wider by as much as it did so for longer; all closes at once, or in two halves, are far
+/// outside.
+fn assert_spread(ends: &[Ending], window: Duration, lag: Duration) {
     let mut at: Vec<Instant> = ends.iter().map(|end| end.at).collect();
     at.sort();
     let first = at[0];
     for (i, at) in at.iter().enumerate() {
         let gone = (i + 1) as f64 / ends.len() as f64;
         let over = (*at - first).as_secs_f64() / window.as_secs_f64();
-        assert!((gone - over).abs() < 0.2, "{gone:.2} of the sessions are gone after {over:.2} of the window");
+        let most = 0.2 + lag.as_secs_f64() / window.as_secs_f64();
+        assert!((gone - over).abs() < most, "{gone:.2} of the sessions are gone after {over:.2} of the window");
     }
     let slot = Duration::from_millis(500);
     let share = ends.len() as f64 * slot.as_secs_f64() / window.as_secs_f64();
@@ -68,16 +71,18 @@ fn assert_spread(ends: &[Ending], window: Duration) {
     for at in at {
         *slots.entry((at - first).as_millis() / slot.as_millis()).or_insert(0) += 1;
     }
-    assert!(slots.values().all(|n| f64::from(*n) < 2.2 * share), "{slots:?}, an even share is {share}");
+    let most = (2.2 + lag.as_secs_f64() / slot.as_secs_f64()) * share;
+    assert!(slots.values().all(|n| f64::from(*n) < most), "{slots:?}, an even share is {share}; late by {lag:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_drain_serves_on_during_the_grace_and_then_moves_everybody_with_a_word() {
     const N: usize = 1_000;
-    let (grace, window) = (Duration::from_secs(2), Duration::from_secs(4));
+    let (grace, window) = (Duration::from_secs(3), Duration::from_secs(4));
+    let lag = Lag::watch();
     let mut gateway = GatewayProcess::start(
         options()
-            .env("GATEWAY_DRAIN_GRACE", "2s")
+            .env("GATEWAY_DRAIN_GRACE", "3s")
             .env("GATEWAY_DRAIN_WINDOW", "4s")
             .env("GATEWAY_DRAIN_DEADLINE", "30s"),
     )
@@ -103,7 +108,7 @@ async fn a_drain_serves_on_during_the_grace_and_then_moves_everybody_with_a_word
     }
     assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
     assert!(signalled.elapsed() < Duration::from_secs(30));
-    assert!(alive.await.unwrap() > 50);
+    assert!(alive.await.unwrap() > 10, "it was asked all the time");
 
     assert_eq!(seen.len(), N + 1);
     for end in &seen {
@@ -111,7 +116,7 @@ async fn a_drain_serves_on_during_the_grace_and_then_moves_everybody_with_a_word
         assert_eq!(end.words(), ("drain", 1001, "after"));
         assert!(end.bye["id"].is_string(), "a ready session is told its position: {}", end.bye);
     }
-    assert_spread(&seen, window);
+    assert_spread(&seen, window, lag.longest());
     let last = seen.iter().map(|end| end.at - signalled).max().unwrap();
     assert!(last >= grace + window.mul_f64(0.95), "the window is used to its end: {last:?}");
     let delays: HashSet<u64> = seen.iter().map(|end| end.bye["after_ms"].as_u64().unwrap()).collect();
@@ -145,6 +150,7 @@ async fn nobody_is_refused_a_connection_before_the_process_ends() {
             .env("GATEWAY_DRAIN_DEADLINE", "30s"),
     )
     .await;
+    let lag = Lag::watch();
     let mut ends = crowd(&gateway, 20).await;
     let public = gateway.public();
     let auth = bearer(&claims("one of fifty a second"));
@@ -176,7 +182,8 @@ async fn nobody_is_refused_a_connection_before_the_process_ends() {
         assert_eq!(end.words().0, "drain");
         // The door is there as long as anybody is: the rest is for a reader that was late to look.
         let early = end.at.saturating_duration_since(found_nobody);
-        assert!(early < Duration::from_millis(500), "somebody left {early:?} after the listener was closed");
+        let most = Duration::from_millis(500) + lag.longest();
+        assert!(early < most, "somebody left {early:?} after the listener was closed; the test was late by {most:?}");
     }
     let statuses: Vec<u16> = answers.iter().map(|(_, status)| *status).collect();
     let n_served = statuses.iter().take_while(|status| **status == 101).count();
@@ -200,7 +207,9 @@ async fn with_few_connected_the_exit_comes_with_the_last_of_them() {
             }
             assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
             let took = signalled.elapsed();
-            assert!(took >= Duration::from_secs(1) && took < SOON, "{n} connected, window {window}: {took:?}");
+            // By its window alone the last of three would go after thirteen seconds at the earliest.
+            let soon = Duration::from_secs(10);
+            assert!(took >= Duration::from_secs(1) && took < soon, "{n} connected, window {window}: {took:?}");
         }
     }
 }
@@ -214,6 +223,7 @@ async fn a_window_that_does_not_fit_before_the_deadline_is_said_and_the_deadline
         .env("GATEWAY_DRAIN_GRACE", "0s")
         .env("GATEWAY_CLOSE_TIMEOUT", "1s")
         .env("GATEWAY_DRAIN_DEADLINE", "5s");
+    let lag = Lag::watch();
     let mut gateway = GatewayProcess::start(tight).await;
     let ends = crowd(&gateway, N).await;
     let signalled = Instant::now();
@@ -227,7 +237,8 @@ async fn a_window_that_does_not_fit_before_the_deadline_is_said_and_the_deadline
     }
     assert!(ends.iter().all(|end| end.words() == ("drain", 1001, "after")));
     let last = ends.iter().map(|end| end.at - signalled).max().unwrap();
-    assert!(last >= Duration::from_secs(3) && last < Duration::from_secs(5), "the last left after {last:?}");
+    let deadline = Duration::from_secs(5) + lag.longest();
+    assert!(last >= Duration::from_secs(3) && last < deadline, "the last left after {last:?} of {deadline:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -306,7 +317,7 @@ async fn clients_that_cannot_even_be_told_are_cut_and_counted() {
             .env("GATEWAY_DRAIN_GRACE", "0s")
             .env("GATEWAY_DRAIN_WINDOW", "2s")
             .env("GATEWAY_CLOSE_TIMEOUT", "1s")
-            .env("GATEWAY_DRAIN_DEADLINE", "20s")
+            .env("GATEWAY_DRAIN_DEADLINE", "60s")
             .env("GATEWAY_OUTBOX_BYTES", "64MiB")
             .env("GATEWAY_WRITE_TIMEOUT", "60s"),
     )
@@ -329,7 +340,7 @@ async fn clients_that_cannot_even_be_told_are_cut_and_counted() {
         assert_eq!(end.unwrap().words(), ("drain", 1001, "after"));
     }
     assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
-    assert!(signalled.elapsed() < Duration::from_secs(15), "long before the deadline: {:?}", signalled.elapsed());
+    assert!(signalled.elapsed() < Duration::from_secs(40), "long before the deadline: {:?}", signalled.elapsed());
     let forced = forced.await.unwrap();
     assert!((1..=N_DEAF as u64).contains(&forced), "the counter said {forced} at last");
     let log = gateway.stderr();
@@ -347,6 +358,8 @@ async fn a_drain_waits_for_no_redis_that_stands_still_or_is_gone() {
         let mut gateway = GatewayProcess::start(
             options()
                 .env("GATEWAY_REDIS_URL", redis.url())
+                // So long the node may ask to be forgotten, at its end.
+                .env("GATEWAY_REDIS_TIMEOUT", "2s")
                 .env("GATEWAY_DRAIN_GRACE", "500ms")
                 .env("GATEWAY_DRAIN_WINDOW", "1s"),
         )

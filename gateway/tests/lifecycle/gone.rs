@@ -14,7 +14,7 @@ use crate::{bearer, claims, options, ws_unread};
 const N: usize = 200;
 
 /// For what takes a moment, also on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 async fn until(what: &str, is_so: impl Fn() -> bool) {
     let until = Instant::now() + PATIENCE;
@@ -147,7 +147,8 @@ async fn all_ask_and_leave(gateway: &GatewayProcess) {
 
 #[tokio::test]
 async fn who_asked_and_left_while_the_node_stood_still_is_not_authenticated() {
-    let gateway = GatewayProcess::start(options()).await;
+    // However long it stands still, no head that came before is late.
+    let gateway = GatewayProcess::start(options().env("GATEWAY_HEAD_TIMEOUT", "60s")).await;
     let n_descriptors_before = n_descriptors(&gateway);
     all_ask_and_leave(&gateway).await;
 
@@ -158,8 +159,12 @@ async fn who_asked_and_left_while_the_node_stood_still_is_not_authenticated() {
     });
     stays.until("ready").await;
     // It was the last: all are accepted, and those who left are done with once their sockets are.
-    until("only who stayed has a socket", || n_descriptors(&gateway) <= n_descriptors_before + 1).await;
-    assert_eq!((Connections::of(&gateway).n_open, Connections::of(&gateway).n_left), (1, 0));
+    let is_done = || {
+        let now = Connections::of(&gateway);
+        // What the last probe before had open may be among those that were there before.
+        (now.n_open, now.n_left) == (1, 0) && n_descriptors(&gateway) <= n_descriptors_before + 1
+    };
+    until("only who stayed has a socket", is_done).await;
 
     let counted = ["gateway_auth_seconds_count", "gateway_revocation_checks_total", "gateway_sessions_opened_total"];
     assert_eq!(sums(&gateway, counted).await, [1.0; 3], "{counted:?}: {N} left and one stayed");

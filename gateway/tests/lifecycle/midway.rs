@@ -14,7 +14,7 @@ use testkit::redis::RedisServer;
 use testkit::sse::{Block, SseClient};
 use testkit::ws::WsClient;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::{SOON, bearer, claims, n_open, options, sse_end, ws, ws_end, ws_unread};
 
@@ -29,8 +29,10 @@ async fn a_handshake_under_way_as_the_door_closes_is_told_to_go_elsewhere_and_ho
     let wire = Proxy::start(redis.addr()).await;
     let slow = options()
         .env("GATEWAY_REDIS_URL", redis.url_at(wire.port()))
-        .env("GATEWAY_REDIS_TIMEOUT", "8s")
-        .env("GATEWAY_DRAIN_GRACE", "1s")
+        .env("GATEWAY_REDIS_TIMEOUT", "20s")
+        .env("GATEWAY_AUTH_TIMEOUT", "30s")
+        // Time for three to come that far.
+        .env("GATEWAY_DRAIN_GRACE", "3s")
         .env("GATEWAY_CLOSE_TIMEOUT", "20s");
     let mut gateway = GatewayProcess::start(slow).await;
     let public = gateway.public();
@@ -117,9 +119,9 @@ async fn ask_to_drain(gateway: &GatewayProcess) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stop_that_is_asked_for_twice_has_one_grace_and_one_window() {
     const N: usize = 20;
-    let grace = Duration::from_secs(4);
+    let grace = Duration::from_secs(6);
     let mut gateway =
-        GatewayProcess::start(options().env("GATEWAY_DRAIN_GRACE", "4s").env("GATEWAY_DRAIN_WINDOW", "1s")).await;
+        GatewayProcess::start(options().env("GATEWAY_DRAIN_GRACE", "6s").env("GATEWAY_DRAIN_WINDOW", "1s")).await;
     let mut ends = JoinSet::new();
     for i in 0..N {
         ends.spawn(ws_end(ws(&gateway, &claims(&format!("u{i}"))).await));
@@ -127,14 +129,14 @@ async fn a_stop_that_is_asked_for_twice_has_one_grace_and_one_window() {
     let asked = Instant::now();
     ask_to_drain(&gateway).await;
     gateway.until_status("/readyz", 503).await;
-    sleep(grace - Duration::from_millis(500)).await;
+    sleep_until(asked + grace - Duration::from_millis(500)).await;
     gateway.signal(Signal::Term);
     ask_to_drain(&gateway).await;
     for end in ends.join_all().await {
         assert_eq!(end.words(), ("drain", 1001, "after"));
         let after = end.at - asked;
-        // Counted from the signal, the grace alone would be over at seven and a half.
-        assert!(after >= grace && after < Duration::from_secs(7), "{after:?} after it was first asked for");
+        // Counted from the signal, the grace alone would be over at eleven and a half.
+        assert!(after >= grace && after < Duration::from_secs(11), "{after:?} after it was first asked for");
     }
     assert!(gateway.wait(SOON).await.success(), "{}", gateway.stderr());
     assert_eq!(gateway.stderr().matches("closing sessions").count(), 1, "{}", gateway.stderr());
@@ -227,7 +229,7 @@ async fn a_back_end_publishes_through_a_node_to_its_last_moment_and_what_was_ack
     }
     let acknowledged = publishing.await.unwrap();
     assert!(leaving.wait(SOON).await.success(), "{}", leaving.stderr());
-    assert!(acknowledged.len() > 30, "{} were acknowledged", acknowledged.len());
+    assert!(acknowledged.len() > 10, "{} were acknowledged", acknowledged.len());
     // Whether the very last one was stored before the end, nobody was told.
     let last = staying.publish("news", &json!("the last")).await;
     let heard_by_ws = until_id(async || by_ws.json().await, &last).await;

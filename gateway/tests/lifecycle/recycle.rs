@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use testkit::gateway::GatewayProcess;
+use testkit::lag::Lag;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -15,7 +16,7 @@ async fn a_crowd_that_came_at_once_is_moved_over_all_of_its_ages() {
     const N: usize = 600;
     let gateway =
         GatewayProcess::start(options().env("GATEWAY_MAX_AGE_MIN", "4s").env("GATEWAY_MAX_AGE_MAX", "12s")).await;
-    let mut ages = JoinSet::new();
+    let (lag, mut ages) = (Lag::watch(), JoinSet::new());
     for i in 0..N {
         let claims = claims(&format!("u{i}"));
         let opened = Instant::now();
@@ -33,10 +34,13 @@ async fn a_crowd_that_came_at_once_is_moved_over_all_of_its_ages() {
         assert!(end.bye["after_ms"].as_u64().unwrap() <= 5_000, "{}", end.bye);
         *seconds.entry((end.at - opened).as_secs()).or_default() += 1;
     }
-    // A tenth of the minimum to the maximum; an even share is by the mean age.
-    assert!(seconds.keys().all(|second| *second < 14), "{seconds:?}");
+    // A tenth of the minimum to the maximum; an even share is by the mean age. Whoever had no turn for a
+    // second has two seconds' ends at once.
+    let late = lag.longest().as_secs_f64();
+    assert!(seconds.keys().all(|second| (*second as f64) < 14.0 + late), "late by {late}: {seconds:?}");
     assert!((0..11).all(|second| seconds.contains_key(&second)), "{seconds:?}");
-    assert!(seconds.values().all(|n| *n < 2 * N / 8), "{seconds:?}");
+    let most = (2.0 + late) * N as f64 / 8.0;
+    assert!(seconds.values().all(|n| (*n as f64) < most), "late by {late}: {seconds:?}");
     gateway.until_metric(&closed("recycle"), N as f64).await;
 }
 
@@ -46,11 +50,11 @@ async fn a_busy_session_is_left_alone_until_it_is_not() {
         GatewayProcess::start(options().env("GATEWAY_MAX_AGE_MIN", "1s").env("GATEWAY_MAX_AGE_MAX", "1500ms")).await;
     let opened = Instant::now();
     let mut busy = ws(&gateway, &claims("busy")).await;
-    busy.send_json(&json!({"type": "busy", "for_ms": 4_000})).await;
+    busy.send_json(&json!({"type": "busy", "for_ms": 8_000})).await;
     let end = ws_end(ws(&gateway, &claims("not busy")).await).await;
-    assert!(end.at - opened < Duration::from_millis(3_500), "{:?}", end.at - opened);
+    assert!(end.at - opened < Duration::from_secs(8), "as if it were busy: {:?}", end.at - opened);
     let end = ws_end(busy).await;
     assert_eq!(end.words(), ("recycle", 1012, "after"));
     let age = end.at - opened;
-    assert!(age >= Duration::from_secs(4) && age < Duration::from_secs(7), "{age:?}");
+    assert!(age >= Duration::from_secs(8) && age < Duration::from_secs(16), "{age:?}");
 }

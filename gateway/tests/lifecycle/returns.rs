@@ -88,7 +88,7 @@ async fn all_open(nodes: &[GatewayProcess]) -> f64 {
 async fn until_all_are_in(nodes: &[GatewayProcess]) -> Duration {
     let began = Instant::now();
     while all_open(nodes).await != N as f64 {
-        assert!(began.elapsed() < Duration::from_secs(60), "{} of {N} are in", all_open(nodes).await);
+        assert!(began.elapsed() < Duration::from_secs(120), "{} of {N} are in", all_open(nodes).await);
         sleep(Duration::from_millis(50)).await;
     }
     began.elapsed()

@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use testkit::gateway::{GatewayOptions, GatewayProcess, Signal};
 use testkit::http;
+use testkit::lag::Lag;
 use testkit::redis::RedisServer;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
@@ -20,13 +21,20 @@ const LOOK: Duration = Duration::from_millis(100);
 const QUIET: Duration = Duration::from_secs(300);
 /// For so long a fleet has to stand still.
 const STILL: Duration = Duration::from_secs(30);
+/// So long a fleet may take to stand still, where a busy machine makes it suspect an outage now and then:
+/// each time it begins anew. Nothing is promised by it.
+const SETTLED: Duration = Duration::from_secs(240);
 /// Within two seconds of whatever stops it nobody is moved any more; a look and a busy machine more.
-const STOPS: Duration = Duration::from_secs(3);
+const STOPS: Duration = Duration::from_secs(5);
+/// For so long it is looked at that nobody is.
+const STOPPED: Duration = Duration::from_secs(3);
 
 /// Quick to see and to act: how fast it goes is the fleet's budget alone.
 fn on(redis: &RedisServer, name: &str, mode: &str) -> GatewayOptions {
     options()
         .env("GATEWAY_REDIS_URL", redis.url())
+        // A report that hangs for longer is none; it stops shedding.
+        .env("GATEWAY_REDIS_TIMEOUT", "1s")
         .env("GATEWAY_NODE", name)
         .env("GATEWAY_FLEET_REPORT", "1s")
         .env("GATEWAY_FLEET_TTL", "10s")
@@ -90,7 +98,7 @@ async fn two_full_nodes_fill_a_third_unless_the_fleet_is_held() {
         GatewayProcess::start(on(&redis, "c", "on"))
     );
     let nodes = [&a, &b, &c];
-    let mut ends = JoinSet::new();
+    let (lag, mut ends) = (Lag::watch(), JoinSet::new());
     for i in 0..2 * EACH {
         until_moved(nodes[i / EACH], i, &mut ends).await;
     }
@@ -100,7 +108,7 @@ async fn two_full_nodes_fill_a_third_unless_the_fleet_is_held() {
     // Longer than anything else would keep them where they are.
     sleep_until(opened + STILL + Duration::from_secs(2)).await;
     for donor in [&a, &b] {
-        let shed = until_shedding(donor, STILL, |shed| shed["suspended"] == json!(["hold"])).await;
+        let shed = until_shedding(donor, SETTLED, |shed| shed["suspended"] == json!(["hold"])).await;
         assert_eq!(shed["shed_total"], 0, "{shed}");
         donor.until_metric("gateway_shed_suspended{reason=\"hold\"}", 1.0).await;
     }
@@ -116,7 +124,7 @@ async fn two_full_nodes_fill_a_third_unless_the_fleet_is_held() {
         if counts.into_iter().all(is_even) && returning.is_empty() {
             break;
         }
-        assert!(released.elapsed() < Duration::from_secs(60), "{counts:?} {}\n{}", shedding(&a).await, a.stderr());
+        assert!(released.elapsed() < SETTLED, "{counts:?} {}\n{}", shedding(&a).await, a.stderr());
         while let Some(end) = ends.try_join_next() {
             let (i, end) = end.unwrap();
             // The code of the node that it was on: each is moved once.
@@ -141,6 +149,7 @@ async fn two_full_nodes_fill_a_third_unless_the_fleet_is_held() {
         }
         sleep(Duration::from_millis(10)).await;
     }
+    let minutes = 1 + released.elapsed().as_secs() as usize / 60;
     // And there it stays.
     sleep(Duration::from_secs(5)).await;
     assert!(is_even(n_open(&c).await), "{} on c", n_open(&c).await);
@@ -154,20 +163,24 @@ async fn two_full_nodes_fill_a_third_unless_the_fleet_is_held() {
         assert_eq!(donor.metric(&closed("shed")).await, Some(n));
         n_shed += n;
         let n_lines = donor.stderr().matches("moving sessions to emptier nodes").count();
-        assert!(n_lines < 15, "{n_lines} lines in a minute:\n{}", donor.stderr());
+        assert!(n_lines < 15 * minutes, "{n_lines} lines in {minutes} min:\n{}", donor.stderr());
     }
     // Hardly more than the newcomer's share, nor faster than both donors may in an interval of a second;
-    // where the second begins is not said, so twice that fits in one.
+    // where the second begins is not said, so twice that fits in one; and whoever had no turn for a while
+    // hears in one second of what happened meanwhile.
     assert!(n_shed <= 1.1 * SHARE, "{n_shed} moved");
-    assert!(peak(closed_at) <= 2 * (2 * EACH / 10), "more in a second than a tenth of what the donors hold");
+    let most = (2.0 + lag.longest().as_secs_f64()) * (2 * EACH / 10) as f64;
+    assert!(peak(closed_at) as f64 <= most, "more in a second than a tenth of what the donors hold");
     assert_eq!(c.metric("gateway_shed_total").await, Some(0.0));
 }
 
 /// Waits until this is among the reasons, and then that nothing is counted any more.
 async fn stops_for(gateway: &GatewayProcess, reason: &str) -> Value {
-    let stopped = until_shedding(gateway, STOPS, |shed| is_suspended(shed, reason)).await;
+    let (lag, began) = (Lag::watch(), Instant::now());
+    let stopped = until_shedding(gateway, SETTLED, |shed| is_suspended(shed, reason)).await;
+    assert!(began.elapsed() < STOPS + lag.longest(), "{reason} after {:?}: {stopped}", began.elapsed());
     assert_eq!(stopped["state"], "suspended");
-    let until = Instant::now() + STOPS;
+    let until = Instant::now() + STOPPED;
     while Instant::now() < until {
         let shed = shedding(gateway).await;
         assert!(is_suspended(&shed, reason), "{reason} is over already: {shed}");
@@ -192,7 +205,7 @@ async fn a_dry_run_only_counts_and_stops_for_whatever_happens_to_the_fleet() {
         until_moved(&a, i, &mut ends).await;
     }
     let counts = |shed: &Value| shed["state"] == "shedding" && shed["shed_total"].as_u64().is_some_and(|n| n > 10);
-    let shed = until_shedding(&a, Duration::from_secs(90), counts).await;
+    let shed = until_shedding(&a, SETTLED, counts).await;
     assert_eq!((&shed["mode"], &shed["suspended"]), (&json!("dry-run"), &json!([])));
     assert_eq!((n_open(&a).await, ends.try_join_next().is_none()), (N as f64, true));
     assert_eq!(a.metric("gateway_shed_total").await, Some(0.0));
@@ -217,7 +230,7 @@ async fn a_dry_run_only_counts_and_stops_for_whatever_happens_to_the_fleet() {
     let asked = Instant::now();
     let refused = http::post_json(a.admin(), "/v1/fleet/hold", &json!({"for": "10m"})).await;
     assert_eq!((refused.status(), &refused.json()["code"]), (503, &json!("unavailable")));
-    assert!(asked.elapsed() < STOPS, "{:?}", asked.elapsed());
+    assert!(asked.elapsed() < 2 * STOPS, "{:?}", asked.elapsed());
     redis.resume();
     assert_eq!((n_open(&a).await, a.metric("gateway_shed_total").await), ((N / 3) as f64, Some(0.0)));
     assert_eq!(c.ended(), None);
