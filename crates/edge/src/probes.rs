@@ -151,8 +151,27 @@ fn answer<B>(request: &Request<B>, vitals: &Vitals) -> Response<Full<Bytes>> {
             let body = serde_json::to_string(&readiness).expect("plain fields always serialise");
             response(ok_if(readiness.ready), "application/json", body)
         }
-        _ => response(StatusCode::OK, hub::telemetry::CONTENT_TYPE, vitals.metrics().encode()),
+        _ => response(StatusCode::OK, hub::telemetry::CONTENT_TYPE, metrics(vitals)),
     }
+}
+
+/// What the node counts, and what `/readyz` says at this moment: an alert looks back, which a probe cannot.
+fn metrics(vitals: &Vitals) -> String {
+    let (mut body, now) = (vitals.metrics().encode(), vitals.readiness());
+    let of_reason =
+        |reason: Reason| (format!("{{reason=\"{}\"}}", reason.word()), usize::from(now.reasons.contains(&reason)));
+    let whole = |value: usize| vec![(String::new(), value)];
+    for (name, help, series) in [
+        ("gateway_ready", "1 while /readyz answers 200", whole(now.ready.into())),
+        ("gateway_unready", "1 for each reason for which it does not", Reason::ALL.map(of_reason).to_vec()),
+        ("gateway_sessions_capacity", "Sessions that this node takes at most", whole(now.capacity)),
+    ] {
+        let _ = writeln!(body, "# HELP {name} {help}\n# TYPE {name} gauge");
+        for (labels, value) in series {
+            let _ = writeln!(body, "{name}{labels} {value}");
+        }
+    }
+    body
 }
 
 /// The age of the heartbeat, and a line for each worker that stands still, by runtime and index.
@@ -342,6 +361,20 @@ mod tests {
             assert_eq!(status, 200);
             assert!(body.contains(&format!("gateway_phase{{phase=\"{}\"}} 1\n", phase.word())), "{phase:?}");
         }
+    }
+
+    #[test]
+    fn metrics_say_what_readyz_says_and_how_many_sessions_there_may_be() {
+        let node = node(CONFIG);
+        let says = |series: &str| node.get("/metrics").1.contains(&format!("\n{series}\n"));
+        assert!(says("gateway_ready 0") && says("gateway_unready{reason=\"starting\"} 1"));
+        node.vitals.set_phase(Phase::Serving);
+        assert!(says("gateway_ready 1") && says("gateway_sessions_capacity 100"));
+        for reason in Reason::ALL {
+            assert!(says(&format!("gateway_unready{{reason=\"{}\"}} 0", reason.word())), "{reason:?}");
+        }
+        node.vitals.set_phase(Phase::Draining);
+        assert!(says("gateway_ready 0") && says("gateway_unready{reason=\"draining\"} 1"));
     }
 
     #[test]

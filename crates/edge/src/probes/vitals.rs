@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use hub::hub::Phase;
 use hub::telemetry::{Metrics, process};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
@@ -63,8 +63,7 @@ pub enum Link {
 }
 
 /// Why a node is not ready.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Reason {
     Starting,
@@ -88,8 +87,27 @@ impl Reason {
         Reason::FdLow,
     ];
 
+    /// The word in `/readyz` and the label of `gateway_unready`.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Reason::Starting => "starting",
+            Reason::Draining => "draining",
+            Reason::AtCapacity => "at_capacity",
+            Reason::Saturated => "saturated",
+            Reason::PubsubDown => "pubsub_down",
+            Reason::PubsubDeaf => "pubsub_deaf",
+            Reason::FdLow => "fd_low",
+        }
+    }
+
     fn bit(self) -> u8 {
         1 << self as u8
+    }
+}
+
+impl Serialize for Reason {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.word())
     }
 }
 
