@@ -22,11 +22,12 @@ mod messages;
 mod sse;
 
 /// The longest that a state may take to be reached; nothing is promised by it.
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(60);
 
 /// A gateway whose limits do not get in the way of a test that is about something else.
 fn options() -> GatewayOptions {
     GatewayOptions::new(env!("CARGO_BIN_EXE_tidegate"))
+        .patient()
         .env("GATEWAY_ACCEPT_BURST", "100000")
         .env("GATEWAY_ACCEPT_RATE", "100000")
 }

@@ -1,7 +1,6 @@
 //! The back ends' API over its own listener, and the command line as processes.
 
 use std::process::Stdio;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use testkit::gateway::{GatewayOptions, GatewayProcess, JWT_SECRET};
@@ -290,7 +289,7 @@ async fn a_token_is_made_an_event_published_and_watched_from_the_command_line() 
     {}
     let (code, _, complaint) = run(&["revoke", "--jti", "from-cli", "--admin", &admin], &key).await;
     assert_eq!(code, 0, "{complaint}");
-    let status = timeout(Duration::from_secs(10), tail.wait()).await.expect("it ends").unwrap();
+    let status = timeout(SOON, tail.wait()).await.expect("it ends").unwrap();
     assert_eq!(status.code(), Some(69));
     let answer = http::request(gateway.public(), "GET", "/v1/sse", &[("Authorization", &bearer(&token))], b"").await;
     assert_eq!((answer.status(), code_of(&answer).as_str()), (401, "token_revoked"));

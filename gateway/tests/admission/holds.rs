@@ -110,7 +110,7 @@ async fn a_hold_is_known_on_every_node_at_once_and_so_is_its_end() {
 async fn a_hold_ends_by_itself_on_every_node() {
     let redis = RedisServer::plain();
     let (a, b) = pair(&redis).await;
-    let until = hold(&a, &json!({"for": "3s"})).await["until"].as_u64().expect("a time");
+    let until = hold(&a, &json!({"for": "6s"})).await["until"].as_u64().expect("a time");
     for gateway in [&a, &b] {
         until_hold(gateway, |hold| hold["until"] == until).await;
     }
@@ -124,7 +124,7 @@ async fn a_hold_ends_by_itself_on_every_node() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_no_hold_is_refused_and_without_redis_nobody_promises_one() {
     let mut redis = RedisServer::plain();
-    let a = GatewayProcess::start(on(&redis, "a")).await;
+    let a = GatewayProcess::start(on(&redis, "a").env("GATEWAY_REDIS_TIMEOUT", "1s")).await;
     for bad in ["", "{}", r#"{"for":0}"#, r#"{"for":"86401s"}"#, r#"{"for":"15m","reason":"a\nb"}"#] {
         let answer =
             http::request(a.admin(), "POST", "/v1/fleet/hold", &[("Content-Type", "application/json")], bad.as_bytes());

@@ -111,7 +111,7 @@ async fn a_refused_crowd_is_told_quickly_and_each_of_it_another_time() {
     assert!((5..=15).contains(&n_in), "{n_in} got in");
     assert!(per_second.values().all(|n| n * 4 <= n_refused), "{per_second:?}");
     assert!(per_second.len() > 20, "{per_second:?}");
-    assert!(slowest < Duration::from_secs(5), "{slowest:?}");
+    assert!(slowest < Duration::from_secs(10), "{slowest:?}");
     gateway.until_metric("gateway_refused_total{code=\"overloaded\"}", n_refused as f64).await;
 
     // What a browser cannot see, it is told otherwise.
@@ -145,21 +145,29 @@ async fn who_was_cut_off_has_the_last_fifth_of_the_burst_and_a_made_up_cursor_ha
         assert_eq!(come(&cursor).await.0, 101);
     }
     // One token a second comes in; a run of one kind is over within a few.
+    let began = Instant::now();
+    let n_by_rate = || began.elapsed().as_secs() as usize + 1;
     let until_refused = async |cursor: &str| {
         let mut n = 0;
-        while come(cursor).await.0 == 101 {
+        loop {
+            let (status, code) = come(cursor).await;
+            if status != 101 {
+                assert_eq!((status, code.as_str()), (503, "overloaded"), "{cursor}");
+                return n;
+            }
             n += 1;
         }
-        n
     };
     let n_new = until_refused("").await;
-    assert!((25..=32).contains(&n_new), "{n_new} newcomers: 39 places, ten of them kept");
-    // From a time that has not come, or none of ours: those who show them are as new as the others.
+    assert!((25..=31 + n_by_rate()).contains(&n_new), "{n_new} newcomers: 39 places, ten of them kept");
+    // From a time that has not come, or none of ours: those who show them are as new as the others. What
+    // the rate brought meanwhile is theirs, and none of the ten.
     for made_up in ["9999999999999-1", "nonsense", "0"] {
-        assert_eq!(come(made_up).await, (503, "overloaded".to_owned()), "{made_up}");
+        let n = until_refused(made_up).await;
+        assert!(n <= n_by_rate() && n < 8, "{n} with {made_up}");
     }
     let n_back = until_refused(&cursor).await;
-    assert!((8..=14).contains(&n_back), "{n_back} came back: ten places were kept for them");
+    assert!((8..=13 + n_by_rate()).contains(&n_back), "{n_back} came back: ten places were kept for them");
 }
 
 #[tokio::test]
@@ -192,9 +200,10 @@ async fn an_address_is_the_one_that_a_trusted_proxy_names_and_has_its_own_bucket
     let limits = || options().env("GATEWAY_IP_BURST", "4").env("GATEWAY_IP_RATE", "1");
     let gateway = GatewayProcess::start(limits().env("GATEWAY_TRUSTED_PROXIES", "127.0.0.1, 10.0.0.0/8")).await;
     let auth = bearer(&usual_token());
-    // How many of seven in a row get in: the burst, perhaps one more by the rate.
+    // How many of seven in a row get in, and how long that took: the burst, perhaps one more by the rate,
+    // and one for each second.
     let get_in = async |gateway: &GatewayProcess, hops: &dyn Fn(usize) -> Vec<(&'static str, String)>| {
-        let mut n = 0;
+        let (mut n, began) = (0, Instant::now());
         for i in 0..7 {
             let hops = hops(i);
             let mut headers = vec![("Authorization", auth.as_str())];
@@ -207,10 +216,10 @@ async fn an_address_is_the_one_that_a_trusted_proxy_names_and_has_its_own_bucket
                 }
             }
         }
-        n
+        (n, began.elapsed())
     };
     let forwarded = |text: &str| vec![("X-Forwarded-For", text.to_owned())];
-    let limited = 4..=5;
+    let is_limited = |(n, took): (u64, Duration)| (4..=5 + took.as_secs()).contains(&n);
     for (what, hops) in [
         ("the client", &(|_| forwarded("198.51.100.7")) as &dyn Fn(usize) -> _),
         ("a forged left part", &|i| forwarded(&format!("6.6.6.{i}, 198.51.100.8"))),
@@ -219,20 +228,20 @@ async fn an_address_is_the_one_that_a_trusted_proxy_names_and_has_its_own_bucket
         ("one /64 with ports", &|i| forwarded(&format!("[2001:db8::{i}]:{}", 1000 + i))),
         ("a thousand hops", &|i| forwarded(&format!("{}198.51.100.11", format!("6.6.8.{i}, ").repeat(1_000)))),
     ] {
-        let n = get_in(&gateway, hops).await;
-        assert!(limited.contains(&n), "{what}: {n}");
+        let got_in = get_in(&gateway, hops).await;
+        assert!(is_limited(got_in), "{what}: {got_in:?}");
     }
     // Each of these is another client.
-    assert_eq!(get_in(&gateway, &|i| forwarded(&format!("198.51.101.{i}"))).await, 7);
-    assert_eq!(get_in(&gateway, &|i| forwarded(&format!("2001:db8:1:{i}::1"))).await, 7);
+    assert_eq!(get_in(&gateway, &|i| forwarded(&format!("198.51.101.{i}"))).await.0, 7);
+    assert_eq!(get_in(&gateway, &|i| forwarded(&format!("2001:db8:1:{i}::1"))).await.0, 7);
     // Garbage names nobody: it is the peer's own bucket, for all kinds of it together.
     let garbage = ["unknown", "1.2.3", "", "fe80::1%eth0", "[::1", "999.1.1.1", "1.2.3.4:99999"];
-    let n = get_in(&gateway, &|i| forwarded(garbage[i])).await;
-    assert!(limited.contains(&n), "garbage: {n}");
+    let got_in = get_in(&gateway, &|i| forwarded(garbage[i])).await;
+    assert!(is_limited(got_in), "garbage: {got_in:?}");
 
     // A peer that nobody trusts is itself, whatever it writes.
     let gateway = GatewayProcess::start(limits().env("GATEWAY_TRUSTED_PROXIES", "10.0.0.0/8")).await;
-    let n = get_in(&gateway, &|i| {
+    let got_in = get_in(&gateway, &|i| {
         let claim = format!("198.51.100.{i}");
         vec![
             ("X-Forwarded-For", claim.clone()),
@@ -242,7 +251,7 @@ async fn an_address_is_the_one_that_a_trusted_proxy_names_and_has_its_own_bucket
         ]
     })
     .await;
-    assert!(limited.contains(&n), "{n}");
+    assert!(is_limited(got_in), "{got_in:?}");
     // The soft form for a stream, the status for who can see it.
     let query = format!("/v1/sse?access_token={}", usual_token());
     let mut soft = SseClient::connect(gateway.public(), &query, &[]).await.expect("a soft refusal");

@@ -1,14 +1,12 @@
 //! What never reaches a log, at any level, on any path.
 
-use std::time::Duration;
-
 use serde_json::json;
 use testkit::gateway::{GatewayProcess, Signal, token};
 use testkit::http;
 use testkit::redis::{RedisOptions, RedisServer};
 use testkit::sse::SseClient;
 
-use super::{UPGRADE, bearer, head, now, options, raw, try_ws};
+use super::{SOON, UPGRADE, bearer, head, now, options, raw, try_ws};
 
 const ADMIN_KEY: &str = "an-admin-key-that-nobody-may-read";
 const REDIS_PASSWORD: &str = "a-redis-password-that-nobody-may-read";
@@ -73,6 +71,9 @@ async fn no_token_payload_key_or_password_is_ever_logged() {
         options()
             .env("GATEWAY_LOG", "trace")
             .env("GATEWAY_REDIS_URL", redis.url())
+            // In the end there is none that lets it in, and it is waited for.
+            .env("GATEWAY_REDIS_TIMEOUT", "2s")
+            .env("GATEWAY_AUTH_TIMEOUT", "4s")
             .env("GATEWAY_AUTH_COOKIE", "session")
             .env("GATEWAY_ADMIN_KEY", ADMIN_KEY)
             .env("GATEWAY_DRAIN_GRACE", "0s"),
@@ -123,7 +124,7 @@ async fn no_token_payload_key_or_password_is_ever_logged() {
     assert_eq!(wire.exactly(5).await.unwrap(), b"+OK\r\n");
     try_ws(&gateway, "/v1/ws", &[("Authorization", &auth)]).await.ok();
     gateway.signal(Signal::Term);
-    gateway.wait(Duration::from_secs(30)).await;
+    gateway.wait(SOON).await;
 
     let log = gateway.stderr();
     assert!(log.contains("TRACE") || log.contains("DEBUG"), "the log is at its loudest: {log}");

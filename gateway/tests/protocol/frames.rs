@@ -333,7 +333,7 @@ async fn memory_grows_with_what_arrived_and_not_with_what_was_announced() {
 #[tokio::test]
 async fn a_frame_that_never_ends_is_ended_by_the_heartbeat() {
     let gateway =
-        GatewayProcess::start(options().env("GATEWAY_HEARTBEAT", "1s").env("GATEWAY_HEARTBEAT_TIMEOUT", "500ms")).await;
+        GatewayProcess::start(options().env("GATEWAY_HEARTBEAT", "1s").env("GATEWAY_HEARTBEAT_TIMEOUT", "3s")).await;
     let mut stalled = ws(&gateway).await;
     let mut alive = ws(&gateway).await;
     stalled.send_bytes(&Frame::new(1, ping_message(1_000)).bytes()[..500]).await.unwrap();

@@ -29,8 +29,9 @@ async fn raw(gateway: &GatewayProcess, request: &[u8]) -> Response {
 
 #[tokio::test]
 async fn the_stream_begins_at_once_in_its_own_order_and_with_the_headers_that_nobody_may_buffer() {
+    // A position comes each quarter of it, and not before the first event.
     let gateway =
-        GatewayProcess::start(options().env("GATEWAY_HISTORY_TTL", "4s").env("GATEWAY_HEARTBEAT", "1s")).await;
+        GatewayProcess::start(options().env("GATEWAY_HISTORY_TTL", "16s").env("GATEWAY_HEARTBEAT", "1s")).await;
     let auth = bearer(&usual_token());
     let headers = [("Authorization", auth.as_str()), ("Accept-Encoding", "gzip, br, zstd, deflate")];
     let mut stream = SseClient::connect(gateway.public(), "/v1/sse", &headers).await.expect("a stream");
@@ -322,7 +323,7 @@ async fn a_stream_says_by_its_status_or_its_last_block_whether_to_come_back() {
         assert_eq!(answer.header("www-authenticate").is_some(), status == 401, "{path}");
     }
     // In the midst of a stream: what to do stands in the last block.
-    let ending = sse_with(&gateway, &token_for(2), "/v1/sse").await;
+    let ending = sse_with(&gateway, &token_for(3), "/v1/sse").await;
     let (bye, retry) = last_words(ending).await;
     assert_eq!((&bye["reason"], &bye["reconnect"]), (&json!("token_expired"), &json!("reauth")));
     assert_eq!(Some(retry), bye["after_ms"].as_u64().map(|ms| ms.max(1)));

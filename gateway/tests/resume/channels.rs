@@ -206,7 +206,7 @@ async fn poison_on_the_live_channel_is_counted_and_skipped() {
     let sent = Instant::now();
     assert_eq!(call_redis(redis.addr(), &[vec![b"PUBLISH".to_vec(), live.clone(), good]]).await, [":1"]);
     assert_eq!(data_until(&mut client, "ephemeral").await, ["ephemeral"]);
-    assert!(sent.elapsed() < Duration::from_secs(1), "{:?}", sent.elapsed());
+    assert!(sent.elapsed() < Duration::from_secs(10), "{:?}", sent.elapsed());
     while skipped(&gateway).await < n_poison {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

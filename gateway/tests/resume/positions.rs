@@ -81,13 +81,13 @@ async fn a_history_shorter_than_what_was_missed_is_told_and_one_that_just_suffic
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cursor_older_than_the_history_is_told_expired() {
     let redis = RedisServer::plain();
-    let gateway = GatewayProcess::start(options(&redis.url()).env("GATEWAY_HISTORY_TTL", "1s")).await;
+    let gateway = GatewayProcess::start(options(&redis.url()).env("GATEWAY_HISTORY_TTL", "3s")).await;
     let ids = publish(&gateway, "room", 0..4).await;
     let fresh = resumed(gateway.public(), &only_room(), Transport::Ws, &ids[0]).await;
     assert_eq!(numbers(&fresh), [1, 2, 3]);
     assert_eq!(fresh.last().unwrap()["resume"], "ok");
     // The TTL itself is what is waited for.
-    tokio::time::sleep(Duration::from_millis(1_100)).await;
+    tokio::time::sleep(Duration::from_millis(3_100)).await;
     publish(&gateway, "room", 4..5).await;
     for transport in Transport::ALL {
         let late = resumed(gateway.public(), &only_room(), transport, &ids[0]).await;
