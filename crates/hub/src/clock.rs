@@ -4,6 +4,7 @@
 
 use std::num::NonZeroU64;
 use std::ops::Add;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -11,36 +12,90 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use tokio::time::Instant;
 
-/// Wall-clock time that advances with tokio's clock: under a paused clock `exp` moves too.
+/// The system's clock is followed where it differs by so much. A clock that is slewed moves the monotonic one
+/// with it, so a smaller difference is none of a step.
+const STEP: Duration = Duration::from_secs(1);
+
+/// Wall-clock time that advances with tokio's clock: under a paused clock `exp` moves too. All clones
+/// show the same.
 #[derive(Clone, Debug)]
 pub struct Clock {
     started: Instant,
-    unix_at_start: Duration,
+    /// Nanoseconds since 1970 at `started`, wrapping (it may lie before); until 2554.
+    unix_at_start: Arc<AtomicU64>,
+    source: Source,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Source {
+    System,
+    /// Whoever made it said what it shows.
+    Told,
+}
+
+/// The system's clock was set, or the machine slept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Forward(Duration),
+    Back(Duration),
 }
 
 impl Clock {
-    /// The system's clock, read once; from then on it advances monotonically with tokio's.
-    /// A step of the system clock (NTP) after the start is deliberately not followed.
+    /// The system's clock. Between two calls of `follow` it advances monotonically with tokio's.
     pub fn system() -> Self {
-        #[allow(clippy::disallowed_methods)]
-        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self::at(unix)
+        Self::new(system_time(), Source::System)
     }
 
     /// A clock that shows `unix` (time since 1970) now.
     pub fn at(unix: Duration) -> Self {
-        Self { started: Instant::now(), unix_at_start: unix }
+        Self::new(unix, Source::Told)
+    }
+
+    fn new(unix: Duration, source: Source) -> Self {
+        Self { started: Instant::now(), unix_at_start: Arc::new(AtomicU64::new(nanos(unix))), source }
     }
 
     /// Time since 1970-01-01 UTC.
     pub fn unix(&self) -> Duration {
-        self.unix_at_start + self.started.elapsed()
+        Duration::from_nanos(self.unix_at_start.load(Ordering::Relaxed).wrapping_add(nanos(self.started.elapsed())))
     }
 
-    /// The instant at which this clock will show `unix`; the past gives now.
+    /// The instant at which this clock will show `unix`, as it goes now; the past gives now.
     pub fn instant_of(&self, unix: Duration) -> Instant {
         Instant::now() + unix.saturating_sub(self.unix())
     }
+
+    /// Takes over what the system's clock shows, where it was set by a second or more since it was read: a
+    /// node that started before the machine knew the time, or slept with it, must not go by the wrong
+    /// one until it is restarted. To be called about once a second, by one only.
+    pub(crate) fn follow(&self) -> Option<Step> {
+        match self.source {
+            Source::System => self.set(system_time()),
+            Source::Told => None,
+        }
+    }
+
+    /// Shows `unix` from now on, if that is another time.
+    pub(crate) fn set(&self, unix: Duration) -> Option<Step> {
+        let shown = self.unix();
+        if unix.abs_diff(shown) < STEP {
+            return None;
+        }
+        self.unix_at_start.store(nanos(unix).wrapping_sub(nanos(self.started.elapsed())), Ordering::Relaxed);
+        Some(match unix.checked_sub(shown) {
+            Some(by) => Step::Forward(by),
+            None => Step::Back(shown - unix),
+        })
+    }
+}
+
+fn system_time() -> Duration {
+    #[allow(clippy::disallowed_methods)]
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// A point in time as sessions keep it: 8 bytes, as an `Option` too, where an `Instant` takes 16. Exact
@@ -130,6 +185,23 @@ impl std::fmt::Debug for Dice {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_clock_that_was_set_is_followed_by_all_its_clones_and_one_that_only_strays_is_not() {
+        let at = Duration::from_secs;
+        let (hour, clock) = (at(3_600), Clock::at(at(1_000_000)));
+        let clone = clock.clone();
+        tokio::time::advance(at(10)).await;
+        assert_eq!((clock.set(at(1_000_010) + STEP / 2), clock.unix()), (None, at(1_000_010)));
+        assert_eq!(clock.set(at(1_000_010) + 8 * hour), Some(Step::Forward(8 * hour)));
+        tokio::time::advance(at(5)).await;
+        assert_eq!(clone.unix(), at(1_000_015) + 8 * hour);
+        assert_eq!(clock.set(at(1_000_015)), Some(Step::Back(8 * hour)));
+        assert_eq!(clone.unix(), at(1_000_015));
+        assert_eq!(clock.follow(), None, "what it shows it was told");
+        assert_eq!(Clock::system().follow(), None);
+        assert_eq!((clock.set(at(2)), clone.unix()), (Some(Step::Back(at(1_000_013))), at(2)));
+    }
 
     #[tokio::test(start_paused = true)]
     async fn an_instant_comes_back_from_a_moment_as_it_went_in_and_the_two_agree_on_time() {

@@ -18,7 +18,7 @@ use crate::attach;
 use crate::auth::{Identity, Verifier};
 use crate::backplane::{Backplane, Publish, Published, Revocation, Unavailable};
 use crate::channel::Channel;
-use crate::clock::{Clock, Dice};
+use crate::clock::{Clock, Dice, Step};
 use crate::close::CloseReason;
 use crate::cursor::{EventId, Since};
 use crate::departure::DrainConfig;
@@ -215,22 +215,27 @@ impl Hub {
         self.vital("wheel", turn_wheel(self.clone()));
         self.vital("revocations", revoking::run(self.clone()));
         // It waits for changes and for the list; shutting down waits for neither.
-        self.tasks.spawn(self.stop.clone().run_until_cancelled_owned(sweep::run(self.clone())));
-        self.tasks.spawn(self.stop.clone().run_until_cancelled_owned(roll::run(self.clone())));
+        self.vital("sweep", self.stop.clone().run_until_cancelled_owned(sweep::run(self.clone())).map(drop));
+        self.vital("rolls", self.stop.clone().run_until_cancelled_owned(roll::run(self.clone())).map(drop));
         // These two end with a word to the others.
-        self.tasks.spawn(fleet::run(self.clone()));
-        self.tasks.spawn(quota::run(self.clone()));
+        self.vital("fleet", fleet::run(self.clone()));
+        if self.quota.is_some() {
+            self.vital("quota", quota::run(self.clone()));
+        }
         for task in self.plugins.tasks(&self.handle(), &self.stop) {
             self.tasks.spawn(task);
         }
     }
 
-    /// A task that the node cannot do without: were it gone, sessions would stay open and hear nothing.
-    fn vital(self: &Arc<Self>, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+    /// A task that the node cannot do without: were it gone, sessions would stay open and hear nothing, or the
+    /// node would be no part of its fleet any more. It ends by a panic, or because what it listens to is gone.
+    pub(crate) fn vital(self: &Arc<Self>, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
         let hub = self.clone();
         self.tasks.spawn(async move {
-            if AssertUnwindSafe(task).catch_unwind().await.is_err() {
-                tracing::error!(task = name, "a task that the node cannot do without has panicked");
+            let ended = AssertUnwindSafe(task).catch_unwind().await;
+            if ended.is_err() || !hub.stop.is_cancelled() {
+                let how = if ended.is_err() { "panicked" } else { "ended" };
+                tracing::error!(task = name, how, "a task that the node cannot do without is gone");
                 hub.broken.cancel();
             }
         });
@@ -326,8 +331,13 @@ impl Hub {
     /// `forbidden` for a bad name or one not granted, `too_many_channels` over the limit.
     pub fn channels_for(&self, identity: &Identity, asked: &[String]) -> Result<Vec<Channel>, Refusal> {
         let granted = |channel: &&Channel| self.plugins.may_subscribe(identity, channel);
+        let max = self.config.max_channels;
         let mut channels: Vec<Channel> = identity.grants.joined.iter().filter(granted).cloned().collect();
         for name in asked {
+            if channels.len() > max {
+                // A head has room for thousands of names: no more is looked at than it takes to say no.
+                break;
+            }
             let allowed = Channel::new(name).ok().filter(|channel| granted(&channel));
             let channel = allowed.ok_or_else(|| {
                 Refusal::new(RefusalCode::Forbidden, "a channel asked for in the query is not granted by this token")
@@ -336,9 +346,8 @@ impl Hub {
                 channels.push(channel);
             }
         }
-        if channels.len() > self.config.max_channels {
-            let detail =
-                format!("a session hears at most {} channels (GATEWAY_MAX_CHANNELS)", self.config.max_channels);
+        if channels.len() > max {
+            let detail = format!("a session hears at most {max} channels (GATEWAY_MAX_CHANNELS)");
             return Err(Refusal::new(RefusalCode::TooManyChannels, detail));
         }
         Ok(channels)
@@ -606,6 +615,7 @@ impl Hub {
     }
 
     fn turn(&self, now: Instant) {
+        let is_cut_off = self.is_cut_off();
         for (tick, sessions) in self.wheel.due(now) {
             for session in sessions.filter_map(|id| self.sessions.get(&id)) {
                 {
@@ -615,6 +625,9 @@ impl Hub {
                         continue;
                     }
                     state.scheduled = crate::wheel::Tick::MAX;
+                }
+                if is_cut_off {
+                    self.await_expiry(&session, now);
                 }
                 let n_sessions = self.n_sessions.load(Ordering::Relaxed);
                 let aged = |one: &Aged| self.recycle.judge(now, one, n_sessions, &self.dice);
@@ -635,7 +648,51 @@ impl Hub {
     fn pulse(&self, now: Instant) {
         self.fleet.look(now, self.counts());
         let is_second = self.shed.is_under_way() || self.fleet.is_peer_leaving();
-        self.recycle.set_way(if is_second { Way::Yields } else { Way::Open });
+        self.recycle.set_way(if self.is_cut_off() {
+            Way::Stays
+        } else if is_second {
+            Way::Yields
+        } else {
+            Way::Open
+        });
+        if let Some(step) = self.clock.follow() {
+            self.clock_was_set(step);
+        }
+    }
+
+    /// Does the backplane fail, or did it just now? Whoever leaves then may find no node that can take it in.
+    pub(crate) fn is_cut_off(&self) -> bool {
+        self.fleet.failing_since().is_some() || !self.place.state().is_live
+    }
+
+    /// A session that was to end a little before its token does, so that tokens minted together do not end
+    /// together, has the rest of its time.
+    fn await_expiry(&self, session: &Session, now: Instant) {
+        let mut state = session.lock();
+        if state.token_end().0.is_none_or(|at| at > now) {
+            return;
+        }
+        let expires_at = state.identity.expires_at.map(|at| self.clock.instant_of(at));
+        if let Some(at) = expires_at.filter(|at| *at > now) {
+            state.set_token_end(Some(at), None);
+        }
+    }
+
+    /// Tokens end by the wall's clock, and were judged by the wrong time.
+    pub(crate) fn clock_was_set(&self, step: Step) {
+        tracing::warn!(?step, "the system's clock was set, or the machine slept: tokens are judged by the new time");
+        let moved = |at: Instant| match step {
+            Step::Forward(by) => at.checked_sub(by).unwrap_or_else(Instant::now),
+            Step::Back(by) => at + by,
+        };
+        for session in self.all_sessions() {
+            {
+                let mut state = session.lock();
+                let (token_at, expiring_at) = state.token_end();
+                state.set_token_end(token_at.map(moved), expiring_at.map(moved));
+            }
+            self.arm(&session);
+        }
     }
 
     /// How long ago the event of this id was published, by the log's clock and ours.

@@ -19,7 +19,7 @@ use crate::clock::Dice;
 /// busy or for lack of a turn (contract: maximum + 90 s).
 pub const MAX_POSTPONED: Duration = Duration::from_secs(90);
 
-/// While others are moved for better reasons, sessions ask again after so long.
+/// While others are moved for better reasons, or nobody can come back, sessions ask again after so long.
 const AGAIN: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(30));
 
 /// Turns a second as a multiple of the steady rate, sessions by their mean age: what is steady is
@@ -75,6 +75,9 @@ pub(crate) enum Way {
     /// Sessions are moved for a better reason just now (shedding, another node's drain): their
     /// budget is one, and recycling comes last.
     Yields,
+    /// The backplane fails, and who leaves may find no node that can take it in: sessions outlast that, as far
+    /// as the maximum lets them.
+    Stays,
     /// This node leaves: all its sessions have their time to go.
     Closed,
 }
@@ -159,6 +162,10 @@ impl Recycle {
         let (way, extension) = self.with(|inner| (inner.way, inner.extension()));
         if way == Way::Closed {
             return Verdict::Postpone { to: latest, postponed: aged.postponed };
+        }
+        if way == Way::Stays {
+            // Not counted: it is no fault of theirs.
+            return later(dice.between(AGAIN.0, AGAIN.1), aged.postponed);
         }
         if left.is_zero() {
             return Verdict::Leave;

@@ -175,7 +175,7 @@ impl Shedder {
 
     /// Those whose time has come leave, unless something came between.
     fn let_go(&mut self, now: Instant) {
-        if self.hub.fleet.failing_since().is_some() || !self.hub.place.state().is_live || self.hub.fleet.is_held() {
+        if self.hub.is_cut_off() || self.hub.fleet.is_held() {
             self.going.clear();
             return;
         }

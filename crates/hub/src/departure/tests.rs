@@ -208,6 +208,62 @@ async fn a_drain_needs_no_backplane_and_recycles_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn while_the_backplane_is_away_nobody_is_sent_where_nobody_can_take_it_in() {
+    let testing = Testing::new(0);
+    let a = testing.node_like("a", |config| config.max_age = Some((s(20), s(20)))).await;
+    let (aged, began) = (a.open("aged"), Instant::now());
+    // Their ends are drawn from the last twenty of the hundred seconds.
+    let mortal = |i: u64| Identity { expires_at: Some(BEGINNING + s(100)), ..identity(Some(&format!("m{i}"))) };
+    let mortals: Vec<Open> = (0..20).map(|i| a.open_as(mortal(i), &[])).collect();
+    a.memory.set_reachable(false);
+    a.memory.cut_link();
+    let ended = ends(mortals).await;
+    assert!(
+        ended.iter().all(|(at, reason)| *reason == CloseReason::TokenExpired && *at >= began + s(100)),
+        "{ended:?}"
+    );
+    assert!(ended.iter().all(|(at, _)| *at < began + s(102)), "{ended:?}");
+    // Nobody stays beyond the maximum and ninety seconds, not even now.
+    let [(at, reason)] = ends(vec![aged]).await[..] else { panic!("it was one") };
+    assert_eq!((reason, (at - began).as_secs()), (CloseReason::Recycle, 110));
+
+    // And once it is back, those whose time had come go.
+    a.memory.set_reachable(true);
+    a.memory.restore_link();
+    let aged = a.open("aged");
+    a.memory.cut_link();
+    tokio::time::sleep(s(60)).await;
+    assert_eq!(crate::testing::endings([&aged]), [None]);
+    let began = Instant::now();
+    a.memory.restore_link();
+    let [(at, reason)] = ends(vec![aged]).await[..] else { panic!("it was one") };
+    assert_eq!(reason, CloseReason::Recycle);
+    assert!(at - began <= s(33), "{:?}", at - began);
+}
+
+#[tokio::test(start_paused = true)]
+async fn tokens_end_by_the_clock_as_it_was_set() {
+    let testing = Testing::new(0);
+    let a = testing.node("a").await;
+    let lasting = |seconds| Identity { expires_at: Some(BEGINNING + s(seconds)), ..identity(Some("u")) };
+    let (short, long) = (a.open_as(lasting(3_600 + 50), &[]), a.open_as(lasting(3 * 3_600), &[]));
+    tokio::time::sleep(s(2)).await;
+    // The machine slept for an hour.
+    a.hub.clock_was_set(a.hub.clock.set(BEGINNING + s(3_602)).unwrap());
+    let began = Instant::now();
+    let [(at, reason)] = ends(vec![short]).await[..] else { panic!("it was one") };
+    assert_eq!(reason, CloseReason::TokenExpired);
+    assert!(at - began <= s(49), "{:?}", at - began);
+    // And then it turned out that it had not.
+    let now = a.hub.clock.unix();
+    a.hub.clock_was_set(a.hub.clock.set(now - s(3_600)).unwrap());
+    tokio::time::sleep(s(7_200)).await;
+    assert_eq!(crate::testing::endings([&long]), [None], "at {:?}", a.hub.clock.unix() - BEGINNING);
+    ends(vec![long]).await;
+    assert!(a.hub.clock.unix() - BEGINNING <= s(3 * 3_600));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_drain_keeps_to_its_window_though_the_backplane_never_answers() {
     let testing = Testing::new(0);
     let (a, b) = (testing.node_like("a", |_| {}).await, testing.node_like("b", |_| {}).await);

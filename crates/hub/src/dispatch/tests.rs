@@ -2,12 +2,15 @@ use std::sync::Weak;
 
 use tokio::time::advance;
 
+use crate::auth::Identity;
+use crate::channel::{Grants, Pattern};
 use crate::close::CloseReason;
 use crate::event::Wire;
 use crate::fanout::LINGER;
 use crate::hub::Open;
 use crate::outbox::Item;
 use crate::plugin::Plugins;
+use crate::refusal::RefusalCode;
 use crate::testing::{Kernel, Testing, config, identity, items, settle, until};
 
 use super::*;
@@ -208,4 +211,35 @@ async fn a_node_whose_dispatcher_panicked_says_that_it_cannot_go_on() {
     tokio::time::timeout(Duration::from_secs(20), node.hub.broken()).await.expect("it says so");
     // Its end would panic as well.
     std::mem::forget(open);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_whose_link_is_gone_for_good_says_that_it_cannot_go_on_and_one_that_stops_does_not() {
+    let testing = Testing::new(0);
+    let still = testing.still(config("n", 100), Plugins::new());
+    let (tell, link) = mpsc::channel(1);
+    still.hub.vital("dispatcher", run(still.hub.clone(), link));
+    settle().await;
+    drop(tell);
+    tokio::time::timeout(Duration::from_secs(20), still.hub.broken()).await.expect("it says so");
+
+    let stops = testing.node("stops").await;
+    stops.hub.shut_down().await;
+    tokio::time::timeout(Duration::from_secs(20), stops.hub.broken()).await.expect_err("nothing is broken");
+}
+
+#[test]
+fn no_more_names_are_looked_at_than_it_takes_to_refuse_them() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let _inside = runtime.enter();
+    let node = Testing::new(0).still(config("n", 100), Plugins::new());
+    let grants = Grants { joined: Vec::new(), askable: vec![Pattern::new("room:*").unwrap()] };
+    let anybody = Identity { grants, ..identity(None) };
+    let rooms = |n: usize| (0..n).map(|i| format!("room:{i}")).collect::<Vec<_>>();
+    let most = node.hub.config.max_channels;
+    let asked = |names: &[String]| node.hub.channels_for(&anybody, names).map(|all| all.len()).map_err(|no| no.code);
+    assert_eq!(asked(&rooms(most)), Ok(most));
+    assert_eq!(asked(&[rooms(most), rooms(most)].concat()), Ok(most), "twice is once");
+    assert_eq!(asked(&[rooms(most), vec!["other".into()]].concat()), Err(RefusalCode::Forbidden));
+    assert_eq!(asked(&[rooms(most + 1), vec!["other".into()]].concat()), Err(RefusalCode::TooManyChannels));
 }

@@ -206,7 +206,7 @@ fn a_busy_session_stays_until_it_is_not_and_never_by_more_than_ninety_seconds() 
 #[test]
 fn nobody_stays_beyond_the_maximum_and_ninety_seconds_whatever_puts_it_off() {
     let dice = Dice::seeded(5);
-    for way in [Way::Open, Way::Yields, Way::Closed] {
+    for way in [Way::Open, Way::Yields, Way::Stays, Way::Closed] {
         for short in [Short::No, Short::Yes] {
             let began = Instant::now();
             let recycle = recycle(began);
@@ -341,6 +341,9 @@ fn while_sessions_are_moved_for_better_reasons_nobody_is_recycled_for_ninety_sec
     assert!(to >= now + s(5) && to < now + s(30) && postponed == to - now);
     let waited = Aged { postponed: s(90), ..one };
     assert_eq!(recycle.judge(now, &waited, 1, &dice), Verdict::Leave);
+    recycle.set_way(Way::Stays);
+    let Verdict::Postpone { to, postponed } = recycle.judge(now, &waited, 1, &dice) else { panic!("nobody goes") };
+    assert!(to >= now + s(5) && to < now + s(30) && postponed == s(90), "it is not counted");
     recycle.set_way(Way::Open);
     assert_eq!(recycle.judge(now, &one, 1, &dice), Verdict::Leave);
     // This node leaves itself: the drain has a time for everybody.

@@ -44,6 +44,11 @@ impl State {
         self.expiring_at = expiring_at.map(Moment::from);
     }
 
+    /// When the session ends with its token, and when its client is told that it is about to.
+    pub fn token_end(&self) -> (Option<Instant>, Option<Instant>) {
+        (self.token_at.map(Instant::from), self.expiring_at.map(Instant::from))
+    }
+
     fn ask(&self) -> Option<(Moment, CloseReason)> {
         match self.exit {
             Exit::Asked(at, reason) => Some((at, reason)),
