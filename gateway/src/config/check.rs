@@ -232,9 +232,12 @@ impl Config {
 
     fn check_fleet(&self, broken: &mut Broken) {
         let fleet = &self.fleet;
-        broken.when(fleet.ttl <= fleet.report, &["GATEWAY_FLEET_TTL", "GATEWAY_FLEET_REPORT"], || {
+        // A pause between two reports is up to a fifth longer than that, and the next one may be late or lost.
+        broken.when(fleet.ttl < 2 * fleet.report, &["GATEWAY_FLEET_TTL", "GATEWAY_FLEET_REPORT"], || {
             let (ttl, report) = (show_duration(fleet.ttl), show_duration(fleet.report));
-            format!("reports would expire ({ttl}) before the next one comes ({report})")
+            format!(
+                "reports would expire ({ttl}) before the next one is sure to come: set it to twice {report} or more"
+            )
         });
     }
 

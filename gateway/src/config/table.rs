@@ -453,7 +453,7 @@ const SESSIONS: &[Variable] = &[
     var("GATEWAY_CLIENT_RATE", count(1, 1_000_000), Value("10"), "messages a second that a client may send"),
     var(
         "GATEWAY_CLIENT_BURST",
-        count(1, 1_000_000),
+        count(10, 1_000_000),
         Value("50"),
         "messages at once that a client may send; a `since` costs ten",
     ),

@@ -465,7 +465,7 @@ fn contradictions_are_refused_just_beyond_the_bound_and_name_all_their_variables
             &[("GATEWAY_TERMINATION_GRACE", "8s"), ("GATEWAY_DRAIN_GRACE", "0s")],
         ),
         (&[("GATEWAY_OUTBOX_BYTES", "64KiB")], &[("GATEWAY_OUTBOX_BYTES", "65535"), ("GATEWAY_MAX_MESSAGE", "64KiB")]),
-        (&[("GATEWAY_FLEET_TTL", "5001ms")], &[("GATEWAY_FLEET_TTL", "5s"), ("GATEWAY_FLEET_REPORT", "5s")]),
+        (&[("GATEWAY_FLEET_TTL", "10s")], &[("GATEWAY_FLEET_TTL", "9999ms"), ("GATEWAY_FLEET_REPORT", "5s")]),
         (&[("GATEWAY_LIVE_STALE", "251ms")], &[("GATEWAY_LIVE_STALE", "250ms"), ("GATEWAY_READY_LAG", "250ms")]),
         (
             &[("GATEWAY_ACCEPT_MODE", "adaptive"), ("GATEWAY_ACCEPT_RATE_MAX", "100")],
