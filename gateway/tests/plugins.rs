@@ -20,6 +20,9 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
+/// The longest that a state may take to be reached; nothing is promised by it.
+const SOON: Duration = Duration::from_secs(60);
+
 /// What the plugin saw.
 #[derive(Default)]
 struct Seen {
@@ -150,7 +153,7 @@ impl Gateway {
             ("GATEWAY_ADMIN_LISTEN", "127.0.0.1:0"),
             ("GATEWAY_PROBE_LISTEN", "127.0.0.1:0"),
             ("GATEWAY_JWT_SECRET", JWT_SECRET),
-            ("GATEWAY_AUTH_TIMEOUT", "500ms"),
+            ("GATEWAY_AUTH_TIMEOUT", "2s"),
             ("GATEWAY_DRAIN_GRACE", "0s"),
             ("GATEWAY_CLOSE_TIMEOUT", "1s"),
         ]
@@ -203,7 +206,7 @@ impl Gateway {
 
     async fn drain(self) -> Arc<Seen> {
         self.stop.send(Stop::Drain).await.unwrap();
-        timeout(Duration::from_secs(10), self.ended).await.expect("it ends").unwrap().unwrap();
+        timeout(SOON, self.ended).await.expect("it ends").unwrap().unwrap();
         self.seen
     }
 }
@@ -234,7 +237,7 @@ async fn the_first_refusal_decides_and_waiting_has_an_end() {
     assert_eq!((refused.status(), &refused.json()["code"]), (503, &json!("auth_unavailable")));
     assert!(refused.header("retry-after").is_some());
     let took = asked.elapsed();
-    assert!(took >= Duration::from_millis(500) && took < Duration::from_secs(3), "{took:?}");
+    assert!(took >= Duration::from_secs(2) && took < Duration::from_secs(10), "{took:?}");
     assert_eq!(gateway.handle().load().n_sessions, 0);
     assert!(gateway.seen.opened.lock().unwrap().is_empty());
 
@@ -337,7 +340,7 @@ async fn a_plugin_that_panics_takes_the_safe_side_and_is_counted() {
     // It is counted once its story is told, which may be after a client has heard of it.
     let mut counted = async |more: u64| {
         n += more;
-        let limit = Instant::now() + Duration::from_secs(10);
+        let limit = Instant::now() + SOON;
         while gateway.n_panics().await < n {
             assert!(Instant::now() < limit, "{} of {n} panics", gateway.n_panics().await);
             sleep(Duration::from_millis(5)).await;
@@ -378,7 +381,7 @@ async fn a_plugin_that_panics_takes_the_safe_side_and_is_counted() {
 }
 
 async fn until(done: impl Fn() -> bool) {
-    let limit = Instant::now() + Duration::from_secs(10);
+    let limit = Instant::now() + SOON;
     while !done() {
         assert!(Instant::now() < limit, "it does not come to pass");
         sleep(Duration::from_millis(5)).await;
@@ -407,6 +410,8 @@ async fn every_session_that_opened_is_closed_exactly_once_whatever_ended_it() {
         let codes = [end(&mut closing).await.1, end(&mut breaking).await.1, end(&mut kicked).await.1];
         assert_eq!(codes, [1000, 1002, 4403]);
     }
+    // Nobody is asked to leave who has left already.
+    until(|| gateway.handle().load().n_sessions == 0).await;
     // Some are there until the end, one of them deaf.
     let mut last = gateway.open(&user("last")).await;
     let deaf = gateway.open(&user("deaf")).await;
@@ -432,7 +437,7 @@ async fn ending_at_once_closes_the_plugins_books_too() {
     let gateway = Gateway::start().await;
     let mut client = gateway.open(&user("u")).await;
     gateway.stop.send(Stop::Now).await.unwrap();
-    timeout(Duration::from_secs(10), gateway.ended).await.expect("it ends").unwrap().unwrap();
+    timeout(SOON, gateway.ended).await.expect("it ends").unwrap().unwrap();
     assert_eq!(end(&mut client).await.1, 1006);
     assert_eq!(gateway.seen.opened.lock().unwrap().len(), 1);
     assert_eq!(gateway.seen.closed.lock().unwrap().len(), 1);

@@ -43,7 +43,7 @@ async fn readiness(gateway: &GatewayProcess) -> u16 {
 async fn one_of_three_that_is_cut_off_alone_turns_unready_and_keeps_its_sessions() {
     let redis = RedisServer::plain();
     let wire = Proxy::start(redis.addr()).await;
-    let graced = |url: String| options(&url).env("GATEWAY_READY_REDIS_GRACE", "1s");
+    let graced = |url: String| options(&url).patient().env("GATEWAY_READY_REDIS_GRACE", "1s");
     let gateways = three([graced(redis.url_at(wire.port())), graced(redis.url()), graced(redis.url())]).await;
     let [cut_off, b, c] = &gateways;
     let mut clients = sessions(&gateways).await;
@@ -78,8 +78,8 @@ async fn one_of_three_that_is_cut_off_alone_turns_unready_and_keeps_its_sessions
 async fn three_nodes_that_lose_their_redis_together_may_stay_ready_and_keep_all_sessions() {
     let mut redis = RedisServer::plain();
     let looks_away = || {
-        let quick = options(&redis.url()).env("GATEWAY_READY_REDIS_GRACE", "1s").env("GATEWAY_AUTH_TIMEOUT", "500ms");
-        quick.env("GATEWAY_READY_REDIS", "off")
+        let quick = options(&redis.url()).env("GATEWAY_READY_REDIS_GRACE", "1s").env("GATEWAY_AUTH_TIMEOUT", "2s");
+        quick.env("GATEWAY_READY_REDIS", "off").env("GATEWAY_REDIS_TIMEOUT", "1s")
     };
     let gateways = three([looks_away(), looks_away(), looks_away()]).await;
     let mut clients = sessions(&gateways).await;
@@ -117,7 +117,7 @@ async fn three_nodes_that_lose_their_redis_together_may_stay_ready_and_keep_all_
         // It came back empty, which they are told; they hear again on the sockets that they had.
         client.until("ready").await;
     }
-    gateways[0].publish("news", &json!("again")).await;
+    gateways[0].publish_once_it_can("news", &json!("again")).await;
     for client in &mut clients {
         until_data(client, "again").await;
     }
