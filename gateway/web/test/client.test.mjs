@@ -1,96 +1,8 @@
-// The browser client against a WebSocket and an EventSource that the test plays itself, on a clock that it moves.
+// The browser client against connections that the test plays itself: connecting, resuming, endings, waits, storage.
 import assert from "node:assert/strict";
-import { afterEach, beforeEach, mock, test } from "node:test";
+import { test } from "node:test";
 
-import { connect } from "../client.js";
-
-const links = []; // every connection that was tried, in order
-let clients = [];
-let warp = 0.5; // what `random` gives
-
-class FakeLink {
-  readyState = 0;
-  sent = [];
-  listeners = {};
-  constructor(url, rest) {
-    Object.assign(this, { url: new URL(url), rest });
-    links.push(this);
-  }
-  get query() {
-    return Object.fromEntries(this.url.searchParams);
-  }
-  close(code) {
-    this.closed = code ?? true;
-  }
-}
-
-class FakeWebSocket extends FakeLink {
-  send(text) {
-    this.sent.push(JSON.parse(text));
-  }
-  say(...messages) {
-    for (const message of messages) this.onmessage({ data: JSON.stringify(message) });
-  }
-  open(id = "1-0", hello = {}) {
-    this.readyState = 1;
-    this.say({ type: "hello", session: "s", channels: ["base"], heartbeat_ms: 25_000, ...hello });
-    if (id) this.say({ type: "ready", resume: "ok", replayed: 0, id });
-    return this;
-  }
-  end(code = 1006) {
-    this.readyState = 3;
-    this.onclose({ code });
-  }
-}
-
-class FakeEventSource extends FakeLink {
-  addEventListener(type, listener) {
-    this.listeners[type] = listener;
-  }
-  say(message, lastEventId = "") {
-    const type = message.type === "event" ? "message" : message.type;
-    this.listeners[type]({ data: JSON.stringify(message), lastEventId });
-  }
-}
-
-const settled = () => new Promise(setImmediate);
-
-async function start(options = {}) {
-  const fakes = { WebSocket: FakeWebSocket, EventSource: FakeEventSource, random: () => warp };
-  const tide = connect("http://h:1", { ...fakes, ...options });
-  tide.heard = [];
-  tide.on("*", (message) => tide.heard.push(message));
-  clients.push(tide);
-  await settled();
-  return tide;
-}
-
-async function pass(ms) {
-  mock.timers.tick(ms);
-  await settled();
-}
-
-/** Lets the longest first delay pass and gives the connection that was tried in it. */
-async function next() {
-  const before = links.length;
-  await pass(5_000);
-  assert.equal(links.length, before + 1, "one attempt");
-  return links.at(-1);
-}
-
-const event = (channel, id, more) => ({ type: "event", channel, id, data: 1, ...more });
-const last = (tide, type) => tide.heard.findLast((message) => message.type === type);
-
-beforeEach(() => {
-  mock.timers.enable({ apis: ["setTimeout", "Date"], now: 1_764_460_000_000 });
-  links.length = 0;
-  warp = 0.5;
-});
-afterEach(() => {
-  clients.forEach((tide) => tide.close());
-  clients = [];
-  mock.timers.reset();
-});
+import { FakeEventSource, FakeWebSocket, chance, event, last, links, next, pass, start } from "./fakes.mjs";
 
 test("a token goes into the subprotocol, channels and cursor into the query", async () => {
   await start({ token: "a.b.c", channels: ["x", "y/z"], since: "3-0" });
@@ -113,59 +25,6 @@ test("each partition keeps its own last id", async () => {
   const tide = await start({ since: "0" });
   links[0].open(null).say(event("a", "0~5-0"), event("b", "1~3-0"), event("a", "0~6-0"));
   assert.equal(tide.cursor, "0~6-0,1~3-0");
-});
-
-test("a later channel is asked again from the cursor at the loss", async () => {
-  const tide = await start();
-  const ref = tide.subscribe("more", "2-0");
-  links[0].open("4-0");
-  assert.deepEqual(links[0].sent, [{ type: "subscribe", ref, channel: "more", since: "2-0" }]);
-  links[0].say(event("more", "3-0", { replay: true }), { type: "ok", ref, channel: "more", resume: "ok", id: "6-0" });
-  assert.equal(tide.cursor, "6-0");
-  links[0].end();
-  const second = await next();
-  second.open(null).say(event("base", "8-0"), { type: "ready", resume: "ok", id: "9-0" });
-  assert.deepEqual(second.sent, [{ type: "subscribe", ref, channel: "more", since: "6-0" }]);
-});
-
-test("a subscribe cut in its replay goes on from its channel's highest id, or from the same since", async () => {
-  const tide = await start();
-  tide.subscribe("more", "2-0");
-  links[0].open("9-0").say(event("more", "10-0", { replay: true }), event("more", "3-0", { replay: true }));
-  links[0].end();
-  const second = (await next()).open("9-0");
-  assert.equal(second.sent[0].since, "10-0", "compared as numbers");
-  second.end();
-  assert.equal((await next()).open("9-0").sent[0].since, "10-0");
-});
-
-test("channels are asked for one at a time; one refused for now comes again, one denied does not", async () => {
-  const tide = await start();
-  const [busy, secret] = [tide.subscribe("busy"), tide.subscribe("secret")];
-  const [link] = links;
-  link.open();
-  link.say({ type: "error", ref: busy, code: "rate_limited", retry: true, after_ms: 100 });
-  assert.equal(link.sent.length, 1);
-  await pass(600);
-  assert.deepEqual(link.sent.map((message) => message.channel), ["busy", "busy"]);
-  link.say({ type: "ok", ref: busy, channel: "busy" });
-  link.say({ type: "error", ref: secret, code: "forbidden", retry: false });
-  link.end();
-  const second = (await next()).open();
-  second.say({ type: "ok", ref: busy, channel: "busy" });
-  assert.deepEqual(second.sent.map((message) => message.channel), ["busy"]);
-});
-
-test("a channel left stays left, and one taken away is not asked for again", async () => {
-  const tide = await start({ channels: ["q", "taken"] });
-  links[0].open().say({ type: "unsubscribed", channel: "taken", reason: "grant" });
-  tide.unsubscribe("base");
-  tide.unsubscribe("q");
-  assert.deepEqual(links[0].sent.map((message) => message.channel), ["base", "q"]);
-  links[0].end();
-  const second = await next();
-  assert.equal(second.url.search, "?last_event_id=1-0");
-  assert.deepEqual(second.open().sent, [{ type: "unsubscribe", ref: "left", channel: "base" }]);
 });
 
 test("a bye is obeyed: after waits at least so long, never ends, reauth asks for a token", async () => {
@@ -209,7 +68,7 @@ test("a server that says bye and does not close is left after a second", async (
 
 test("delays are drawn from 5 s, then from a range that doubles to its cap", async () => {
   const tide = await start({ transport: "ws" });
-  warp = 0.999_999;
+  chance.warp = 0.999_999;
   const waits = [];
   for (let n = 0; n < 9; n++) {
     links.at(-1).end();
@@ -221,7 +80,7 @@ test("delays are drawn from 5 s, then from a range that doubles to its cap", asy
 
 test("only a connection that lived half a minute clears the count of failures", async () => {
   const tide = await start();
-  warp = 0.999_999;
+  chance.warp = 0.999_999;
   links[0].open().end();
   await pass(5_000);
   links[1].open();
@@ -292,19 +151,19 @@ test("coming online brings the attempt forward once, and never before the server
     const tide = await start();
     links[0].open().say({ type: "bye", reason: "slow", reconnect: "after", after_ms: 20_000 });
     links[0].end(1013); // due in 21 s
-    warp = 0.1;
+    chance.warp = 0.1;
     online(); // drawn: 0.5 s, but the hint is a floor
     await pass(19_999);
     assert.equal(links.length, 1);
     await pass(1);
     assert.equal(links.length, 2);
-    warp = 0.999;
+    chance.warp = 0.999;
     links[1].end();
     links.at(-1).onclose = null;
     const wait = last(tide, "lost").retry_in_ms; // up to 1 s by now
-    warp = 0.04;
+    chance.warp = 0.04;
     online();
-    warp = 0;
+    chance.warp = 0;
     online(); // a second event draws no second time
     await pass(199);
     assert.equal(links.length, 2, `${wait}`);
@@ -314,23 +173,6 @@ test("coming online brings the attempt forward once, and never before the server
     delete globalThis.addEventListener;
     delete globalThis.removeEventListener;
   }
-});
-
-test("over SSE the id line is the cursor, later channels open the stream anew, a bye closes it", async () => {
-  const tide = await start({ transport: "sse", token: "t", channels: ["a"] });
-  assert.equal(links[0].url.href, "http://h:1/v1/sse?channel=a&access_token=t");
-  links[0].say({ type: "hello", session: "s" });
-  links[0].say({ type: "ready", resume: "new", id: "2-0" }, "2-0");
-  links[0].say(event("a", "5-0"), "5-0");
-  assert.equal(tide.cursor, "5-0");
-  tide.subscribe("b");
-  assert.equal(links[0].closed, true);
-  await pass(250);
-  assert.equal(links[1].url.search, "?channel=a&channel=b&last_event_id=5-0&access_token=t");
-  links[1].say({ type: "hello", session: "s" });
-  links[1].say({ type: "bye", reason: "drain", reconnect: "after", after_ms: 100, id: "6-0" }, "5-0");
-  assert.deepEqual([links[1].closed, last(tide, "lost").reason], [true, "drain"]);
-  assert.equal((await next()).query.last_event_id, "6-0");
 });
 
 test("where WebSockets never open, SSE is tried, and kept once it works", async () => {
@@ -356,16 +198,6 @@ test("a socket that worked once is never given up for SSE", async () => {
     await pass(30_000);
   }
   assert.ok(links.every((link) => link instanceof FakeWebSocket));
-});
-
-test("the cursor outlives the page where a storage is given", async () => {
-  const kept = new Map();
-  const storage = { getItem: (key) => kept.get(key) ?? null, setItem: (key, value) => kept.set(key, value) };
-  const tide = await start({ storage });
-  links[0].open("4-0").say(event("base", "5-0"));
-  tide.close();
-  await start({ storage });
-  assert.equal(links[1].query.last_event_id, "5-0");
 });
 
 test("a listener that throws harms nobody, and what is no message is skipped", async () => {
