@@ -6,7 +6,7 @@ mod common;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use common::{Node, PATIENCE, channel, config};
+use common::{Node, PATIENCE, channel, config, connection};
 use hub::backplane::{Backplane, Claim, Claimed, FromLink, Hold};
 use testkit::redis::RedisServer;
 use tidegate_redis_backplane::LinkStats;
@@ -104,7 +104,7 @@ async fn the_logs_birth_is_of_the_log_and_no_restart_of_the_server_moves_it() {
 async fn reports_that_are_no_text_are_counted_and_left_out() {
     let server = RedisServer::plain();
     let node = Node::up(&server, "t", "n").await;
-    let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
+    let mut connection = connection(&server).await;
     let mut report = async |name: &[u8], body: &[u8]| {
         let mut cmd = redis::cmd("FCALL");
         cmd.arg("tidegate_report_1").arg(1).arg("t:log").arg(name).arg(body).arg(20_000);
@@ -156,7 +156,7 @@ async fn poison_where_the_hold_stands_is_none_and_no_report_suffers() {
         assert_eq!(hold().await, None, "{other:?}");
     }
     assert_eq!(node.plane.stats().skipped.load(Ordering::Relaxed), 0);
-    let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
+    let mut connection = connection(&server).await;
     let no_text = [format!("{soon} m ").as_bytes(), b"\xff"].concat();
     redis::cmd("SET").arg("t:fleet:hold").arg(no_text).exec_async(&mut connection).await.unwrap();
     assert_eq!(hold().await, None);
@@ -192,7 +192,7 @@ async fn what_is_no_hold_is_refused_and_changes_nothing() {
 async fn poison_from_node_to_node_is_counted_and_the_next_text_heard() {
     let server = RedisServer::plain();
     let mut node = Node::up(&server, "t", "n").await;
-    let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
+    let mut connection = connection(&server).await;
     let long = [b"told ".to_vec(), vec![b'x'; 2 << 20]].concat();
     let faults: [&[u8]; 6] = [b"told \xff", b"replaced ", b"replaced s", b"replaced  u", b"\x00\xfe", &long];
     let later: [&[u8]; 5] = [b"told", b"", b"replaced", b"hold 15m x", b"fleet x"];

@@ -8,10 +8,11 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{Node, channel, config, event, until};
+use common::{Node, channel, config, connection, event, until};
 use hub::backplane::{Backplane, From, FromLink, RevocationKey};
 use hub::channel::Channel;
 use hub::clock::Dice;
+use testkit::lag::Lag;
 use testkit::redis::{RedisOptions, RedisServer};
 use tidegate_redis_backplane::migrate;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -67,7 +68,10 @@ async fn a_killed_link_comes_back_with_what_is_wanted_now() {
 #[tokio::test(flavor = "multi_thread")]
 async fn no_outage_is_too_long_and_each_ends_by_itself() {
     let mut server = RedisServer::plain();
-    let mut node = Node::up(&server, "t", "n").await;
+    let mut config = config(server.url(), "t", "n");
+    // So long a call to a server that is away may take.
+    config.timeout = Duration::from_secs(2);
+    let (mut node, lag) = (Node::up_with(config).await, Lag::watch());
     let c = channel("c");
     node.want(&c).await;
     for _ in 0..2 {
@@ -82,8 +86,8 @@ async fn no_outage_is_too_long_and_each_ends_by_itself() {
         server.restart();
         let started = Instant::now();
         node.until_up().await;
-        // The longest wait between two dials, and as much again for a busy machine.
-        assert!(started.elapsed() < Duration::from_secs(6), "{:?}", started.elapsed());
+        // The longest wait between two dials, and more than as much again for a busy machine.
+        assert!(started.elapsed() < Duration::from_secs(6) + lag.longest(), "{:?}", started.elapsed());
         assert!(node.plane.is_link_up());
         let id = node.log(&c, "1").await;
         assert_eq!(node.next_event().await.id, Some(id));
@@ -114,7 +118,7 @@ async fn a_silent_server_is_noticed_and_every_call_ends_at_its_deadline() {
     let c = channel("c");
     node.want(&c).await;
     server.pause();
-    let started = Instant::now();
+    let (lag, started) = (Lag::watch(), Instant::now());
     assert!(node.plane.publish(event(&c, "1")).await.is_err());
     let ask = hub::backplane::ReadAsk {
         channels: vec![(c.clone(), From::Here)],
@@ -125,9 +129,10 @@ async fn a_silent_server_is_noticed_and_every_call_ends_at_its_deadline() {
     };
     assert!(node.plane.read(ask).await.is_err());
     assert!(node.plane.revocations(vec![RevocationKey::Jti("x".into())]).await.is_err());
-    assert!(started.elapsed() < Duration::from_secs(2), "three deadlines: {:?}", started.elapsed());
+    let took = started.elapsed();
+    assert!(took < Duration::from_secs(2) + 3 * lag.longest(), "three deadlines: {took:?}");
     node.until_lost().await;
-    assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(10) + lag.longest(), "{:?}", started.elapsed());
     server.resume();
     node.until_up().await;
     let id = node.log(&c, "2").await;
@@ -140,7 +145,7 @@ async fn poison_is_counted_and_the_next_message_heard() {
     let mut node = Node::up(&server, "t", "n").await;
     let c = channel("c");
     node.want(&c).await;
-    let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
+    let mut connection = connection(&server).await;
     let deep = "[".repeat(100_000);
     let poison: [Vec<u8>; 6] = [
         b"{".to_vec(),
@@ -169,7 +174,7 @@ async fn a_hub_that_cannot_keep_up_loses_the_link_and_not_the_memory() {
     let mut node = Node::up(&server, "t", "n").await;
     let c = channel("c");
     node.want(&c).await;
-    let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
+    let mut connection = connection(&server).await;
     // Each has 2 KiB: more than what may wait here, between the kernels and in Redis.
     let (n_sent, message) = (60_000, format!("{{\"data\":\"{}\"}}", "x".repeat(2_048)));
     for _ in 0..n_sent / 1_000 {
@@ -204,7 +209,7 @@ async fn a_demoted_server_is_not_written_to_and_a_master_is_found_again() {
     let started = Instant::now();
     let refused = node.plane.publish(event(&c, "1")).await;
     assert!(refused.is_err(), "{refused:?}");
-    assert!(started.elapsed() < Duration::from_secs(3));
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
     server.promote();
     node.log(&c, "2").await;
 }

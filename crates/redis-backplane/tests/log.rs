@@ -6,7 +6,7 @@ mod common;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use common::{Node, channel, config, event, until};
+use common::{Node, channel, config, connection, event, until};
 use hub::backplane::{Backplane, Claim, From, GapReason, Publish, ReadAsk, Revocation, RevocationKey};
 use hub::clock::Dice;
 use testkit::redis::{Persistence, RedisOptions, RedisServer};
@@ -193,7 +193,7 @@ async fn bad_input_from_any_client_gets_an_error_and_changes_nothing() {
     assert!(server.cli(&["FCALL", "tidegate_publish", "1", "t", "c", "1"]).starts_with("BADKEYS"));
     let not_utf8 =
         redis::cmd("FCALL").arg("tidegate_publish").arg(1).arg("t:log").arg("c").arg(b"\"\xed\xa0\x80\"").to_owned();
-    let mut connection = redis::Client::open(server.url()).unwrap().get_multiplexed_async_connection().await.unwrap();
+    let mut connection = connection(&server).await;
     let error = not_utf8.exec_async(&mut connection).await.unwrap_err();
     assert_eq!(error.code(), Some("BADDATA"));
     assert_eq!(state(), before);

@@ -157,6 +157,17 @@ impl Hearing {
         }
     }
 
+    /// Takes what the link holds by now: confirmations and beacons.
+    fn hear_what_waits(&mut self) {
+        while let Ok(message) = self.link.try_recv() {
+            assert!(
+                matches!(message, FromLink::Confirmed(_) | FromLink::Beacon(_)),
+                "node {}: {message:?} before anything was published",
+                self.name
+            );
+        }
+    }
+
     /// Every event that the link brings before the node's beacon tells that all up to `position`
     /// have passed.
     async fn events_until(&mut self, position: EventId) -> Vec<Event> {

@@ -10,12 +10,14 @@ use hub::channel::Channel;
 use hub::clock::Dice;
 use hub::cursor::EventId;
 use hub::event::Event;
+use redis::AsyncConnectionConfig;
+use redis::aio::MultiplexedConnection;
 use testkit::redis::RedisServer;
 use tidegate_redis_backplane::{RedisBackplane, RedisConfig, RevocationKeys};
 use tokio::sync::mpsc;
 
 /// Far above what anything here needs.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub fn config(url: String, prefix: &str, node: &str) -> RedisConfig {
     RedisConfig {
@@ -23,8 +25,9 @@ pub fn config(url: String, prefix: &str, node: &str) -> RedisConfig {
         password: None,
         ca_file: None,
         prefix: prefix.to_owned(),
-        // Above the gateway's 250 ms: many tests share few cores.
-        timeout: Duration::from_secs(2),
+        // Above the gateway's 250 ms: many tests share few cores. And above the 2 s that a connection may
+        // wait for its next dial: who asks when the link is back is answered, though another is not yet.
+        timeout: Duration::from_secs(5),
         node: node.to_owned(),
         history_size: 1000,
         history_ttl: Duration::from_secs(86_400),
@@ -120,6 +123,15 @@ impl Node {
             }
         }
     }
+}
+
+/// A stranger's connection. By itself the library gives an answer half a second, which a server that
+/// copies megabytes on a busy machine may need.
+pub async fn connection(server: &RedisServer) -> MultiplexedConnection {
+    let patient =
+        AsyncConnectionConfig::new().set_connection_timeout(Some(PATIENCE)).set_response_timeout(Some(PATIENCE));
+    let client = redis::Client::open(server.url()).unwrap();
+    client.get_multiplexed_async_connection_with_config(&patient).await.unwrap()
 }
 
 pub fn channel(name: &str) -> Channel {

@@ -163,6 +163,7 @@ async fn a_report_ages_by_the_backplanes_clock_and_ends_with_its_time(bench: &dy
         }
         a_little().await;
     }
+    a.report("{}", TTL).await;
     assert_eq!(of(&b.report("{}", TTL).await, "a").map(|r| &*r.body), Some("{}"), "each writes its own");
 }
 
