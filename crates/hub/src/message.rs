@@ -28,9 +28,9 @@ pub enum ErrorCode {
     Forbidden,
     /// The name is none.
     UnknownChannel,
-    /// Over `GATEWAY_MAX_CHANNELS`.
+    /// Over `GATEWAY_MAX_CHANNELS`; in-band `auth`: the token joins more.
     TooManyChannels,
-    /// Over the message rate; `after_ms` says when there is room.
+    /// Over the message rate, or too much waits for its turn; `after_ms` says when there is room.
     RateLimited,
     /// In-band `auth`: the token is not good, or of another `sub`.
     TokenInvalid,
@@ -127,12 +127,19 @@ pub struct Message {
     /// The SSE `retry:`.
     retry_ms: Option<u64>,
     json: Value,
+    /// The client's own text for it, of which nothing is to be changed.
+    reference: Option<Box<RawValue>>,
 }
 
 impl Message {
     fn new(kind: &'static str, mut json: Value) -> Self {
         json["type"] = kind.into();
-        Self { kind, id: None, retry_ms: None, json }
+        Self { kind, id: None, retry_ms: None, json, reference: None }
+    }
+
+    fn to(mut self, reference: Option<&RawValue>) -> Self {
+        self.reference = reference.map(ToOwned::to_owned);
+        self
     }
 
     fn at(mut self, id: EventId) -> Self {
@@ -143,7 +150,7 @@ impl Message {
 
     /// The whole frame or chunk.
     pub fn on(&self, wire: Wire) -> Bytes {
-        let json = self.json.to_string();
+        let json = self.text();
         match wire {
             Wire::Ws => text_frame(json.as_bytes()),
             Wire::Sse => {
@@ -151,6 +158,19 @@ impl Message {
                 sse_chunk(Some(self.kind), id.as_deref(), self.retry_ms, json.as_bytes())
             }
         }
+    }
+
+    fn text(&self) -> String {
+        let mut json = self.json.to_string();
+        if let Some(reference) = &self.reference {
+            // There is always a `type` before it.
+            json.pop();
+            json.push_str(",\"ref\":");
+            // A raw line end in JSON text stands between tokens only, and would end an SSE line.
+            json.extend(reference.get().chars().map(|c| if matches!(c, '\n' | '\r') { ' ' } else { c }));
+            json.push('}');
+        }
+        json
     }
 }
 
@@ -257,14 +277,13 @@ pub fn ok(
     id: Option<EventId>,
 ) -> Message {
     let mut json = json!({});
-    put_reference(&mut json, reference);
     if let Some(channel) = channel {
         json["channel"] = channel.as_str().into();
     }
     if let Some(resume) = resume {
         json["resume"] = resume.word().into();
     }
-    let m = Message::new("ok", json);
+    let m = Message::new("ok", json).to(reference);
     match id {
         Some(id) => m.at(id),
         None => m,
@@ -277,8 +296,7 @@ pub fn error(reference: Option<&RawValue>, code: ErrorCode, message: &str, after
     if let Some(after) = after {
         json["after_ms"] = ms(after).into();
     }
-    put_reference(&mut json, reference);
-    Message::new("error", json)
+    Message::new("error", json).to(reference)
 }
 
 /// `unsubscribed`.
@@ -311,12 +329,6 @@ pub fn bye(reason: CloseReason, planned: PlannedCodes, after: Duration, id: Opti
     match id {
         Some(id) => m.at(id),
         None => m,
-    }
-}
-
-fn put_reference(json: &mut Value, reference: Option<&RawValue>) {
-    if let Some(reference) = reference {
-        json["ref"] = serde_json::from_str(reference.get()).unwrap_or(Value::Null);
     }
 }
 

@@ -308,6 +308,21 @@ impl Session {
         self.wake();
     }
 
+    /// As `say`, of what is true in one moment only: `what` sees the session and its position, no event comes
+    /// between that and the message, and it may change the session with it. `node` is the node's position,
+    /// read before. Of a session that is over nothing is asked.
+    pub(crate) fn tell(&self, node: EventId, what: impl FnOnce(&mut State, Option<EventId>) -> Option<Message>) {
+        let mut state = self.lock();
+        if state.is_over() {
+            return;
+        }
+        let position = (state.position > EventId::ZERO).then(|| state.position_with(node));
+        let Some(m) = what(&mut state, position) else { return };
+        state.push_own(m.on(self.info.wire), self.info.wire);
+        drop(state);
+        self.wake();
+    }
+
     // ---- the driver's side
 
     /// Registers the driver and hands over what is to be written, if `batch` is empty.

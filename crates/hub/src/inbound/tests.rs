@@ -2,12 +2,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::{Value, json};
 
-use crate::auth::mint;
+use crate::auth::{Identity, mint};
+use crate::backplane::{Backplane, Revocation, RevocationKey};
 use crate::hub::Open;
 use crate::plugin::{Plugin, Plugins, Verdict};
+use crate::revocation::{Company, RevocationConfig, Revocations, WhenUnavailable};
+use crate::testing::mute::Answers;
 use crate::testing::{BEGINNING, Node, Testing, said, settle};
 
 use super::*;
+
+mod moments;
+mod turns;
 
 /// What the nodes' tokens are signed with.
 const KEY: [u8; 32] = [b'k'; 32];
@@ -177,7 +183,7 @@ async fn what_is_taken_off_while_the_session_opens_is_not_replayed() {
     auth(&open, &json!({"subscribe": ["kept", "left"]}));
     say(&open, &json!({"type": "unsubscribe", "ref": 1, "channel": "left"}));
     settle().await;
-    assert_eq!(words(&said(&open)[1..]), ["ok 1 left", "unsubscribed gone grant", "ok auth"]);
+    assert_eq!(words(&said(&open)[1..]), ["unsubscribed gone grant", "ok auth", "ok 1 left"]);
     // Asked for again, it is replayed once.
     say(&open, &json!({"type": "subscribe", "ref": 2, "channel": "left", "since": first.to_string()}));
     node.memory.restore_link();
@@ -212,25 +218,6 @@ async fn a_question_under_way_is_answered_when_a_new_token_forbids_it() {
     }
     settle().await;
     assert_eq!(words(&said(&open)), ["event a 1"]);
-}
-
-#[tokio::test(start_paused = true)]
-async fn what_waits_to_be_asked_for_is_bounded_and_every_ask_has_its_answer() {
-    let node = Testing::new(0).node("n").await;
-    let open = holder(&node, json!({"subscribe": ["*"]})).await;
-    node.memory.cut_link();
-    settle().await;
-    // One is under way, ten wait, the others are too many.
-    for i in 0..20 {
-        say(&open, &json!({"type": "subscribe", "ref": i, "channel": format!("c{i}")}));
-        tokio::task::yield_now().await;
-    }
-    let refused = said(&open);
-    let too_many: Vec<String> = (11..20).map(|i| format!("error {i} too_many_channels")).collect();
-    assert_eq!(words(&refused), too_many);
-    tokio::time::sleep(Duration::from_millis(1_100)).await;
-    let late: Vec<String> = (0..11).map(|i| format!("error {i} unavailable")).collect();
-    assert_eq!(words(&said(&open)), late, "all within their one second");
 }
 
 #[tokio::test(start_paused = true)]
@@ -270,5 +257,95 @@ async fn who_waits_as_long_as_it_was_told_is_not_refused_again() {
         settle().await;
         let answers = said(&open);
         assert!(answers.iter().all(|m| m["type"] != "error"), "{answers:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ref_comes_back_as_the_text_it_was() {
+    let node = Testing::new(0).node("n").await;
+    let open = holder(&node, json!({})).await;
+    let texts = [
+        "12345678901234567890123",
+        "9007199254740993.10",
+        "1e400",
+        r#""\ud800""#,
+        r#"{"b":1,"a":[2, {}],"b":3}"#,
+        "null",
+        r#""}\"""#,
+        "-0.0",
+    ];
+    for text in texts {
+        for (ask, answer) in [("unsubscribe", "ok"), ("nonsense", "error")] {
+            let message = format!(r#"{{"ref": {text} ,"type":"{ask}","channel":"a"}}"#);
+            open.received(Inbound::Text(message.into()));
+            settle().await;
+            let answers: Vec<u8> = crate::testing::items(&open)
+                .iter()
+                .flat_map(|item| item.on(crate::event::Wire::Sse).to_vec())
+                .collect();
+            let answers = String::from_utf8(answers).unwrap();
+            assert!(answers.contains(&format!("event: {answer}\n")), "{answers}");
+            assert!(answers.contains(&format!(",\"ref\":{text}}}\n")), "{answers}");
+        }
+    }
+    // A line end between its tokens ends no line of ours.
+    open.received(Inbound::Text("{\"type\":\"unsubscribe\",\"channel\":\"a\",\"ref\":[1,\r\n2]}".into()));
+    settle().await;
+    assert_eq!(said(&open)[0]["ref"], json!([1, 2]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_token_that_joins_too_much_is_told_so_in_band_as_well() {
+    let node = Testing::new(0).node("n").await;
+    let open = holder(&node, json!({})).await;
+    // `user:u` is one of the ten.
+    for (n, answer) in [(9, "ok auth"), (10, "error auth too_many_channels")] {
+        auth(&open, &json!({"channels": (0..n).map(|i| format!("c{i}")).collect::<Vec<_>>()}));
+        settle().await;
+        assert_eq!(words(&said(&open))[0], answer);
+    }
+}
+
+/// A node whose revocation list may be away.
+async fn trusting(when_unavailable: WhenUnavailable) -> Node {
+    let mut node = Testing::new(0).still(crate::testing::config("n", 100), Plugins::new());
+    let config = RevocationConfig {
+        when_unavailable,
+        deadline: Duration::from_secs(1),
+        remember: Duration::from_secs(60),
+        company: Company::Awaited,
+    };
+    let list = Arc::new(Revocations::new(node.mute.clone(), config, node.metrics.clone()));
+    Arc::get_mut(&mut node.hub).expect("nothing runs yet").revocations = list;
+    node.hub.start();
+    node.hub.serve();
+    node.hub.place.live().await;
+    node
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_token_is_renewed_without_the_revocation_list_where_newcomers_are_let_in_without_it() {
+    for (when, answer) in [(WhenUnavailable::Allow, "ok auth"), (WhenUnavailable::Refuse, "error auth unavailable")] {
+        let node = trusting(when).await;
+        let open = holder(&node, json!({"channels": ["a"]})).await;
+        node.mute.set(Answers::Never);
+        auth(&open, &json!({"channels": ["a"], "jti": "new"}));
+        tokio::time::sleep(Duration::from_millis(1_050)).await;
+        assert_eq!(words(&said(&open)), [answer]);
+        // What the node has seen itself holds all the same.
+        let seen = Revocation { key: RevocationKey::Jti("seen".into()), before: 0 };
+        node.hub.revoked(&seen);
+        auth(&open, &json!({"channels": ["a"], "jti": "seen"}));
+        tokio::time::sleep(Duration::from_millis(1_050)).await;
+        assert_eq!(words(&said(&open)), ["error auth token_revoked"]);
+        // And the list is asked for the one in force as soon as it answers: another system's word.
+        node.memory.cut_link();
+        let said_elsewhere = Revocation { key: RevocationKey::Jti("new".into()), before: 0 };
+        node.memory.revoke(said_elsewhere, Duration::from_secs(600)).await.unwrap();
+        node.mute.set(Answers::AtOnce);
+        node.memory.restore_link();
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        let is_revoked = open.session().ending() == Some(CloseReason::Revoked);
+        assert_eq!(is_revoked, when == WhenUnavailable::Allow);
     }
 }
