@@ -87,8 +87,8 @@ async fn three_thousand_who_came_and_went_leave_nothing_behind() {
     // Channels are kept for some seconds in case their listeners come back; then Redis has none.
     let subscribed = || redis.cli(&["PUBSUB", "CHANNELS", "tidegate:live:*"]);
     until("no channel is subscribed", async || subscribed().is_empty()).await;
-    let opened: f64 = sum(&gateway, "gateway_sessions_opened_total{").await;
-    assert_eq!((opened, sum(&gateway, "gateway_sessions_closed_total{").await), (3_000.0, 3_000.0));
+    until("each is counted as closed", async || sum(&gateway, "gateway_sessions_closed_total{").await == 3_000.0).await;
+    assert_eq!(sum(&gateway, "gateway_sessions_opened_total{").await, 3_000.0);
     assert_eq!(gateway.metric("gateway_outbox_bytes").await, Some(0.0));
     // And whoever comes now is served like the first.
     let mut client = ws(gateway.public(), &hearing(&["c1"])).await;
@@ -132,7 +132,7 @@ async fn users_that_came_and_went_keep_no_place_and_no_key_in_redis() {
         until_open(&gateway, 0).await;
         until("no place is kept", async || keys() == before).await;
     }
-    assert_eq!(gateway.metric(&closed("replaced")).await, Some((2 * USERS * (EACH - 3)) as f64));
+    gateway.until_metric(&closed("replaced"), (2 * USERS * (EACH - 3)) as f64).await;
 }
 
 async fn sum(gateway: &GatewayProcess, prefix: &str) -> f64 {

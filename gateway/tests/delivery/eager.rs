@@ -122,7 +122,7 @@ async fn who_asks_without_a_pause_is_beaten_for_like_anybody_and_has_its_pings_a
     let redis = RedisServer::plain();
     let wire = Proxy::start(redis.addr()).await;
     let options =
-        patient(&redis.url_at(wire.port())).env("GATEWAY_HEARTBEAT", "1s").env("GATEWAY_HEARTBEAT_TIMEOUT", "1s");
+        patient(&redis.url_at(wire.port())).env("GATEWAY_HEARTBEAT", "1s").env("GATEWAY_HEARTBEAT_TIMEOUT", "5s");
     let gateway = GatewayProcess::start(options).await;
     wire.delay(Duration::from_millis(25));
     let mut eager = ws(gateway.public(), &hearing(&["news"])).await;

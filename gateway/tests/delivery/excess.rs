@@ -54,7 +54,7 @@ async fn unfinished_messages_cost_no_more_than_the_limit_each_and_end_as_soon_as
     assert!(join_all(passing).await.into_iter().all(|code| code == 1009));
     drop(parked);
     until_open(&gateway, 1).await;
-    assert_eq!(gateway.metric(&closed("too_large")).await, Some(PARKED as f64));
+    gateway.until_metric(&closed("too_large"), PARKED as f64).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use socket2::{SockFilter, SockRef};
 use testkit::gateway::{GatewayOptions, GatewayProcess, token};
+use testkit::lag::Lag;
 use testkit::redis::RedisServer;
 use testkit::sse::{self, SseClient};
 use testkit::ws::{Answer, Frame, Heard, WsClient, opcode};
@@ -29,7 +30,8 @@ fn unplug(socket: SockRef<'_>) {
 }
 
 fn beating(options: GatewayOptions) -> GatewayOptions {
-    options.env("GATEWAY_HEARTBEAT", "1s").env("GATEWAY_HEARTBEAT_TIMEOUT", "1s")
+    // Whoever is there has time to say so, also on a busy machine.
+    options.env("GATEWAY_HEARTBEAT", "1s").env("GATEWAY_HEARTBEAT_TIMEOUT", "3s")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -43,7 +45,7 @@ async fn a_peer_that_vanished_is_found_out_by_its_silence_whether_or_not_it_is_w
     }
     let mut there = ws(gateway.public(), &hearing(&["busy"])).await;
     gone.iter().for_each(|client| unplug(client.socket().into()));
-    let unplugged = Instant::now();
+    let (lag, unplugged) = (Lag::watch(), Instant::now());
     let publishing = async {
         let mut every = interval(Duration::from_millis(100));
         loop {
@@ -64,8 +66,8 @@ async fn a_peer_that_vanished_is_found_out_by_its_silence_whether_or_not_it_is_w
         () = listening => unreachable!("it never ends"),
         () = found_out => {}
     }
-    // Interval and timeout are a second each; the rest is for a busy machine.
-    assert!(unplugged.elapsed() < Duration::from_secs(6), "{:?}", unplugged.elapsed());
+    // Interval and timeout are four seconds; the rest is for a busy machine.
+    assert!(unplugged.elapsed() < Duration::from_secs(8) + lag.longest(), "{:?}", unplugged.elapsed());
     until_open(&gateway, 1).await;
     until("their sockets are free", async || n_sockets(&gateway) == 1).await;
     there.send_json(&json!({"type": "ping"})).await;
@@ -87,19 +89,20 @@ async fn streams_of_a_silent_channel_end_with_their_clients_killed_or_vanished()
     let numsub = || redis.cli(&["PUBSUB", "NUMSUB", "tidegate:live:silent"]);
     assert!(numsub().ends_with("\n1"), "{}", numsub());
     vanished.iter().for_each(|(_, handle)| unplug(handle.into()));
-    let unplugged = Instant::now();
+    let (lag, unplugged) = (Lag::watch(), Instant::now());
     // As the kernel does for a program that is killed with something unread: a reset.
     for (_, handle) in &killed {
         SockRef::from(handle).set_linger(Some(Duration::ZERO)).expect("an option");
     }
     drop(killed);
     until("those that were killed are gone", async || n_open(&gateway).await <= EACH as f64).await;
-    assert!(unplugged.elapsed() < Duration::from_secs(2), "{:?}", unplugged.elapsed());
-    // A beat within a second finds nobody: no acknowledgement for the two seconds that the
+    // Long before a beat would have found that they do not answer.
+    assert!(unplugged.elapsed() < Duration::from_secs(3) + lag.longest(), "{:?}", unplugged.elapsed());
+    // A beat within a second finds nobody: no acknowledgement for the four seconds that the
     // heartbeat's and a write's timeouts make together.
     until_open(&gateway, 0).await;
     let took = unplugged.elapsed();
-    assert!(took < Duration::from_secs(8), "{took:?}");
+    assert!(took < Duration::from_secs(12) + lag.longest(), "{took:?}");
     gateway.until_metric(&closed("lost"), (2 * EACH) as f64).await;
     until("their sockets are free", async || n_sockets(&gateway) == 0).await;
     until("nobody subscribes to it", async || numsub().ends_with("\n0")).await;
@@ -147,7 +150,7 @@ async fn who_listens_to_a_silent_channel_and_dies_is_gone_though_nothing_is_ever
     drop(streams);
     until_open(&gateway, 0).await;
     until("their sockets are free", async || n_sockets(&gateway) == 0).await;
-    assert_eq!(gateway.metric(&closed("lost")).await, Some((2 * PROGRAMS + SOCKETS) as f64));
+    gateway.until_metric(&closed("lost"), (2 * PROGRAMS + SOCKETS) as f64).await;
     until("nobody subscribes to it", async || numsub().ends_with("\n0")).await;
 }
 
@@ -182,7 +185,7 @@ async fn who_never_asks_for_anything_is_judged_by_its_silence_like_anybody() {
         ends = gone => ends,
     };
     assert!(ends.iter().all(|(messages, code)| messages.is_empty() && *code == 1006), "cut without a word: {ends:?}");
-    assert!(opened.elapsed() < Duration::from_secs(10), "{:?}", opened.elapsed());
+    assert!(opened.elapsed() < Duration::from_secs(20), "{:?}", opened.elapsed());
     assert_eq!(n_open(&gateway).await, 1.0);
     drop(unread);
 }
@@ -226,10 +229,10 @@ async fn carry(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_proxy_that_cuts_idle_connections_finds_none() {
-    const BEATS: usize = 8;
+    const BEATS: usize = 12;
     let gateway = GatewayProcess::start(beating(options())).await;
-    // Two and a half intervals; the beats go on for thrice that.
-    let proxy = impatient(gateway.public(), Duration::from_millis(2_500)).await;
+    // Four intervals; the beats go on for twice that at least.
+    let proxy = impatient(gateway.public(), Duration::from_secs(4)).await;
     let mut quiet = ws(proxy, &hearing(&["silent"])).await;
     let mut talking = ws(proxy, &hearing(&["silent"])).await;
     let mut stream = sse(proxy, &hearing(&["silent"])).await;

@@ -102,7 +102,7 @@ impl Foot {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_redis_lets_nobody_subscribe_no_newcomer_is_ready_and_no_answer_is_ok() {
     let redis = RedisServer::plain();
-    let gateway = GatewayProcess::start(on_redis(&redis.url()).env("GATEWAY_AUTH_TIMEOUT", "1s")).await;
+    let gateway = GatewayProcess::start(on_redis(&redis.url()).env("GATEWAY_AUTH_TIMEOUT", "3s")).await;
     let mut there = ws(gateway.public(), &hearing(&["news"])).await;
     let mut foot = Foot::in_the_door(redis.addr()).await;
     assert_eq!(foot.say("CONFIG SET maxclients 1").await, "+OK");
