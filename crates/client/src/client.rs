@@ -18,6 +18,7 @@ use crate::cursor::Cursor;
 use crate::dial::{Target, Transport};
 use crate::driver::{AddressSource, Command, Delivery, Driver, Token, TokenSource};
 use crate::end::End;
+use crate::leaves::Leave;
 use crate::message::Message;
 use crate::wanted::{Ask, Wanted};
 
@@ -278,8 +279,13 @@ pub struct Commands {
 
 impl Commands {
     /// Asks for a channel, now and after every reconnect until it is left, denied or taken away.
-    /// Returns the reference that the answering `Ok` or `Error` carries; a reconnect brings another
-    /// `Ok` with it. Asks are made one after the other.
+    /// Returns the reference that the answering `Ok` or `Error` carries. Asks are made one after the
+    /// other.
+    ///
+    /// A channel that was held when a connection was lost resumes with the session where it can:
+    /// `Hello` names it and `Ready` confirms it. Where it cannot (too many of them for one request,
+    /// or the server refused the request for one of them), it is asked for again, and the same
+    /// reference gets another `Ok` or `Error`.
     ///
     /// # Errors
     /// `OneWay` over SSE; `Ended`.
@@ -290,13 +296,16 @@ impl Commands {
         Ok(reference)
     }
 
-    /// Leaves a channel, also one of the token, now and after every reconnect.
+    /// Leaves a channel, also one of the token, now and after every reconnect. Returns the reference
+    /// that the answering `Ok` carries; until then events of the channel may come. However many are
+    /// left at once, the server is told no faster than it takes it, and without a connection once
+    /// there is one again.
     ///
     /// # Errors
     /// `OneWay` over SSE; `Ended`.
     pub async fn unsubscribe(&self, channel: impl Into<String>) -> Result<String, CommandError> {
         let reference = self.reference();
-        self.send(Command::Unsubscribe { reference: reference.clone(), channel: channel.into() }).await?;
+        self.send(Command::Unsubscribe(Leave { reference: reference.clone(), channel: channel.into() })).await?;
         Ok(reference)
     }
 

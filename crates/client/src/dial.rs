@@ -42,6 +42,9 @@ const ARRIVALS: usize = 256;
 /// Messages on their way to the socket.
 const OUTGOING: usize = 64;
 
+/// Before each channel of the query.
+const CHANNEL: &str = "channel=";
+
 /// Of a refusal's body, no more is read.
 const MAX_PROBLEM_BYTES: usize = 64 << 10;
 
@@ -128,10 +131,15 @@ impl Target {
             Transport::Sse => "/v1/sse",
         };
         let mut query: Vec<String> = self.query.iter().cloned().collect();
-        query.extend(channels.iter().map(|channel| format!("channel={}", percent_encoded(channel))));
+        query.extend(channels.iter().map(|channel| format!("{CHANNEL}{}", percent_encoded(channel))));
         let mark = if query.is_empty() { "" } else { "?" };
         format!("{}{end}{mark}{}", self.path, query.join("&"))
     }
+}
+
+/// Bytes that `channel` takes of a request's query.
+pub(crate) fn listed_bytes(channel: &str) -> usize {
+    1 + CHANNEL.len() + percent_encoded(channel).len()
 }
 
 fn percent_encoded(text: &str) -> String {

@@ -16,6 +16,7 @@ use crate::backoff::{Backoff, Pace};
 use crate::cursor::Cursor;
 use crate::dial::{Arrival, Attempt, Ending, Link, Outgoing, Target, Transport, dial};
 use crate::end::{Aftermath, End, Loss, Next};
+use crate::leaves::Leave;
 use crate::message::{Bye, Failed, Hello, Lost, Message};
 use crate::wanted::{Ask, Wanted};
 
@@ -32,7 +33,8 @@ const BYE_LINGER: Duration = Duration::from_secs(1);
 /// Longest wait for the program's token source.
 const TOKEN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// When a refused `subscribe` is asked again if the server names no time, plus jitter of the same width.
+/// When what was refused for now is asked again if the server names no time. Also the width of the
+/// jitter, except after a `rate_limited`: that bucket is ours alone, no crowd waits for it.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 /// How long the program's own close waits for the server's.
@@ -53,10 +55,7 @@ pub(crate) struct Token {
 #[derive(Debug)]
 pub(crate) enum Command {
     Subscribe(Ask),
-    Unsubscribe {
-        reference: String,
-        channel: String,
-    },
+    Unsubscribe(Leave),
     Auth {
         reference: String,
         token: String,
@@ -93,7 +92,7 @@ struct Session {
     joined: Vec<String>,
     is_ready: bool,
     bye: Option<Bye>,
-    /// Not before this is the next channel asked for.
+    /// Not before this is the next channel asked for, or left.
     ask_at: Option<Instant>,
     renewing: Option<BoxFuture<'static, Result<String, String>>>,
 }
@@ -164,23 +163,34 @@ impl Driver {
                 Err(_) => return Ok(Aftermath::again(Loss::NoToken("its source did not answer in time".to_owned()))),
             }
         }
+        let cursor = self.cursor.text();
         let attempt = Attempt {
             target: self.target.clone(),
             address: self.address_source.as_ref().and_then(|source| source()),
             transport: self.transport,
             token: self.token.current.clone(),
-            cursor: self.cursor.text(),
-            channels: self.wanted.at_connect.clone(),
+            channels: self.wanted.dialled(cursor.as_deref()),
+            cursor,
         };
         let link = match self.meanwhile(dial(attempt)).await? {
             Ok(link) => link,
-            Err(aftermath) => return Ok(aftermath),
+            Err(aftermath) => return Ok(self.not_connected(aftermath)),
         };
         let opened = Instant::now();
         let aftermath = self.serve(link).await?;
         self.backoff.lived(opened.elapsed());
         self.wanted.lost(self.cursor.text().as_deref());
         Ok(aftermath)
+    }
+
+    /// What the server refuses for a channel that travelled in the query may go well without it; the
+    /// channel is asked for alone then, where the program hears of a no and the others stay.
+    fn not_connected(&mut self, mut aftermath: Aftermath) -> Aftermath {
+        if aftermath.may_be_for_its_channels() && self.wanted.carry_none() {
+            aftermath.next = Next::Again(None);
+        }
+        self.wanted.lost(self.cursor.text().as_deref());
+        aftermath
     }
 
     /// Waits for `future`, and for the program to keep up; delivers messages and takes commands
@@ -195,8 +205,8 @@ impl Driver {
                 passed = pass_on(&mut self.inbox, &self.messages), if !self.inbox.is_empty() => passed?,
                 command = self.commands.recv() => match command {
                     None | Some(Command::Close) => return Err(Closed),
-                    Some(Command::Subscribe(ask)) => drop(self.wanted.want(ask)),
-                    Some(Command::Unsubscribe { channel, .. }) => self.wanted.leave(&channel),
+                    Some(Command::Subscribe(ask)) => self.wanted.want(ask),
+                    Some(Command::Unsubscribe(leave)) => self.wanted.leave(leave),
                     Some(Command::Auth { token, .. }) => self.token.current = Some(token),
                     Some(Command::Send(_)) => {}
                 },
@@ -208,9 +218,8 @@ impl Driver {
     async fn serve(&mut self, mut link: Link) -> Result<Aftermath, Closed> {
         let mut session = Session::default();
         loop {
-            let may_ask = session.is_ready && session.ask_at.is_none() && session.bye.is_none();
-            if may_ask && let Some(ask) = self.wanted.next_ask() {
-                session.say(&subscribe(&ask));
+            if session.is_ready && session.ask_at.is_none() && session.bye.is_none() {
+                self.ask(&mut session);
             }
             let ask_at = session.ask_at;
             // Each arm is a queue, a timer or a boxed future: nothing is lost when another one wins.
@@ -244,17 +253,20 @@ impl Driver {
         }
     }
 
+    /// Leaves before asks: they make room.
+    fn ask(&mut self, session: &mut Session) {
+        while let Some(Leave { reference, channel }) = self.wanted.next_leave() {
+            session.say(&Say::Unsubscribe { r#ref: &reference, channel: &channel });
+        }
+        if let Some(Ask { reference, channel, since }) = self.wanted.next_ask() {
+            session.say(&Say::Subscribe { r#ref: &reference, channel: &channel, since: since.as_deref() });
+        }
+    }
+
     fn obey(&mut self, command: Command, session: &mut Session) {
         match command {
-            Command::Subscribe(ask) => {
-                if let Some(ask) = self.wanted.want(ask) {
-                    session.say(&subscribe(&ask));
-                }
-            }
-            Command::Unsubscribe { reference, channel } => {
-                self.wanted.leave(&channel);
-                session.say(&Say::Unsubscribe { r#ref: &reference, channel: &channel });
-            }
+            Command::Subscribe(ask) => self.wanted.want(ask),
+            Command::Unsubscribe(leave) => self.wanted.leave(leave),
             Command::Auth { reference, token } => {
                 session.say(&Say::Auth { r#ref: &reference, token: &token });
                 self.token.current = Some(token);
@@ -273,10 +285,7 @@ impl Driver {
             Message::Hello(hello) => self.greet(hello, session, link),
             Message::Ready(_) if !session.is_ready => {
                 session.is_ready = true;
-                for channel in self.wanted.unwanted(&session.joined) {
-                    let say = Say::Unsubscribe { r#ref: "left", channel };
-                    session.outbox.push_back(Outgoing::Text(json(&say)));
-                }
+                self.wanted.ready(&session.joined);
             }
             Message::Event(event) => {
                 if let Some(id) = &event.id {
@@ -285,7 +294,7 @@ impl Driver {
             }
             Message::Ok(ok) => self.wanted.confirmed(ok.reference.as_deref().unwrap_or_default()),
             Message::Error(failed) => self.failed(failed, session),
-            Message::Unsubscribed(gone) => self.wanted.forget(&gone.channel),
+            Message::Unsubscribed(gone) => self.wanted.taken(&gone.channel),
             Message::TokenExpiring(expiring) => self.renew(Duration::from_millis(expiring.in_ms), session),
             Message::Bye(bye) => {
                 session.bye = Some(bye.clone());
@@ -314,11 +323,18 @@ impl Driver {
 
     fn failed(&mut self, failed: &Failed, session: &mut Session) {
         let reference = failed.reference.as_deref().unwrap_or_default();
-        if !failed.retry {
+        let is_rate = failed.code == "rate_limited";
+        // To a leave this says that too much waits for its turn.
+        let is_queue = failed.code == "too_many_channels" && self.wanted.is_leaving(reference);
+        if is_rate {
+            self.wanted.slow_down();
+        }
+        if !failed.retry && !is_queue {
             self.wanted.denied(reference);
-        } else if self.wanted.postponed(reference) {
+        } else if self.wanted.postponed(reference) || is_rate {
             let after = failed.after_ms.map_or(ASK_AGAIN, Duration::from_millis);
-            session.ask_at = Some(Instant::now() + after + self.backoff.up_to(ASK_AGAIN));
+            let jitter = self.backoff.up_to(if is_rate { after } else { ASK_AGAIN });
+            session.ask_at = session.ask_at.max(Some(Instant::now() + after + jitter));
         }
     }
 
@@ -360,10 +376,6 @@ impl Session {
     }
 }
 
-fn subscribe(ask: &Ask) -> Say<'_> {
-    Say::Subscribe { r#ref: &ask.reference, channel: &ask.channel, since: ask.since.as_deref() }
-}
-
 fn json(say: &Say<'_>) -> String {
     serde_json::to_string(say).expect("texts only")
 }
@@ -396,4 +408,60 @@ async fn close(mut link: Link) {
         }
     };
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, farewell).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A driver that nobody listens to.
+    fn driver(seed: u64) -> Driver {
+        Driver {
+            target: Target::parse("http://h").unwrap(),
+            address_source: None,
+            transport: Transport::Ws,
+            token: Token { current: None, source: None },
+            cursor: Cursor::default(),
+            wanted: Wanted::default(),
+            backoff: Backoff::seeded(Pace::default(), seed),
+            messages: mpsc::channel(1).0,
+            commands: mpsc::channel(1).1,
+            inbox: VecDeque::new(),
+        }
+    }
+
+    fn failed(reference: &str, code: &str, after_ms: u64) -> Failed {
+        let text = format!(r#"{{"ref":"{reference}","code":"{code}","retry":true,"after_ms":{after_ms}}}"#);
+        serde_json::from_str(&text).unwrap()
+    }
+
+    /// How long the queue rests after these errors to one ask.
+    fn pause(driver: &mut Driver, errors: &[Failed]) -> Duration {
+        let mut session = Session { is_ready: true, ..Session::default() };
+        driver.wanted.want(Ask { reference: "1".into(), channel: "c".into(), since: None });
+        driver.ask(&mut session);
+        errors.iter().for_each(|error| driver.failed(error, &mut session));
+        session.ask_at.map_or(Duration::ZERO, |at| at - Instant::now())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_rate_limit_is_waited_for_with_jitter_of_its_own_width_and_an_outage_with_a_crowds() {
+        let ms = Duration::from_millis;
+        let pauses = |code: &str| -> Vec<Duration> {
+            (0..200).map(|seed| pause(&mut driver(seed), &[failed("1", code, 100)])).collect()
+        };
+        let own = pauses("rate_limited");
+        assert!(own.iter().all(|pause| (ms(100)..ms(200)).contains(pause)), "{own:?}");
+        assert!(own.iter().any(|pause| *pause < ms(120)) && own.iter().any(|pause| *pause > ms(180)), "{own:?}");
+        let crowds = pauses("unavailable");
+        assert!(crowds.iter().all(|pause| (ms(100)..ms(1_100)).contains(pause)), "{crowds:?}");
+        assert!(crowds.iter().any(|pause| *pause > ms(900)), "{crowds:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn whoevers_message_found_the_bucket_empty_the_longest_wait_counts() {
+        let (plugins, last) = (failed("x", "rate_limited", 2_000), failed("1", "rate_limited", 1));
+        assert!(pause(&mut driver(1), &[plugins.clone(), last]) >= Duration::from_secs(2));
+        assert_eq!(pause(&mut driver(1), &[failed("x", "unavailable", 2_000)]), Duration::ZERO, "not our question");
+    }
 }

@@ -102,6 +102,16 @@ impl Aftermath {
         Aftermath { why: Loss::Bye { reason }, next }
     }
 
+    /// A refusal for good that the channels in the request's query may have brought about: what
+    /// they ask for, or how long they make its head.
+    pub(crate) fn may_be_for_its_channels(&self) -> bool {
+        match &self.why {
+            Loss::Refused { status: 403, code } => matches!(&**code, "forbidden" | "too_many_channels"),
+            Loss::Refused { status, .. } => matches!(status, 414 | 431),
+            _ => false,
+        }
+    }
+
     /// A close frame without a `bye`: the private codes and those that say we broke a rule are
     /// final, all others are worth another attempt.
     pub(crate) fn of_close(code: u16) -> Aftermath {
@@ -154,6 +164,20 @@ mod tests {
             assert!(matches!(Aftermath::of_close(code).next, Next::Stop(End::Never { .. })), "{code}");
         }
         assert_eq!(Aftermath::of_close(4401).next, Next::NewToken(None));
+    }
+
+    #[test]
+    fn a_refusal_may_be_for_the_channels_only_where_it_can_be() {
+        let may = |status, code: &str| {
+            Aftermath::of_refusal(status, code.into(), String::new(), None).may_be_for_its_channels()
+        };
+        for (status, code) in [(403, "forbidden"), (403, "too_many_channels"), (414, ""), (431, "")] {
+            assert!(may(status, code), "{status} {code}");
+        }
+        for (status, code) in [(403, "origin_forbidden"), (403, ""), (401, "token_expired"), (400, "bad_request")] {
+            assert!(!may(status, code), "{status} {code}");
+        }
+        assert!(!Aftermath::again(Loss::Cut).may_be_for_its_channels());
     }
 
     #[test]

@@ -18,8 +18,8 @@
 //! ```
 //!
 //! The walk: `client` (what a program holds) → `driver` (the one task that decides) → `dial` (one
-//! connection attempt) → `ws` or `sse` (bytes to messages). `cursor`, `wanted` and `backoff` are the
-//! rules, free of I/O.
+//! connection attempt) → `ws` or `sse` (bytes to messages). `cursor`, `wanted`, `leaves` and `backoff`
+//! are the rules, free of I/O.
 
 mod alive;
 mod backoff;
@@ -28,6 +28,7 @@ mod cursor;
 mod dial;
 mod driver;
 mod end;
+mod leaves;
 mod message;
 mod sse;
 mod wanted;

@@ -167,7 +167,8 @@ pub struct Failed {
     /// A sentence for people.
     #[serde(default)]
     pub message: String,
-    /// The same may succeed later. A refused `subscribe` of this kind is asked again by the client.
+    /// The same may succeed later. What a `subscribe` or `unsubscribe` of the client asked is
+    /// asked again by itself.
     #[serde(default)]
     pub retry: bool,
     /// Not before this many ms.

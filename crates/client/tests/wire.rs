@@ -2,6 +2,9 @@
 //! from where. The server here is a listener and a few lines of bytes, so that nothing but the wire
 //! is shared with what is tested.
 
+#[path = "wire/later.rs"]
+mod later;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -27,6 +30,8 @@ impl Server {
     /// The next connection's request head.
     async fn request(&self) -> (String, Peer) {
         let (mut stream, _) = self.0.accept().await.unwrap();
+        // A frame is written in two pieces here.
+        stream.set_nodelay(true).unwrap();
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
             head.push(stream.read_u8().await.unwrap());
@@ -159,89 +164,6 @@ async fn every_attempt_goes_where_the_program_says_and_keeps_the_urls_name() {
     drop(peer);
     let (head, _peer) = second.websocket().await;
     assert_eq!(header(&head, "host"), Some("fleet.example:81"));
-}
-
-#[tokio::test]
-async fn a_later_channel_is_asked_again_from_the_cursor_at_the_loss() {
-    let (server, builder) = Server::start().await;
-    let mut client = builder.connect().unwrap();
-    let reference = client.subscribe("more", Some("2-0".into())).await.unwrap();
-    let (_, mut peer) = server.websocket().await;
-    peer.ready("4-0").await;
-    let ask = peer.hear().await;
-    assert_eq!(ask, json!({"type": "subscribe", "ref": reference, "channel": "more", "since": "2-0"}));
-    peer.event("more", "3-0", true).await;
-    peer.answer(&ask["ref"], "6-0").await;
-    until(&mut client, |message| matches!(message, Message::Ok(_)).then_some(())).await;
-    assert_eq!(client.cursor().as_deref(), Some("6-0"), "the replayed event did not count, the ok did");
-    drop(peer);
-
-    let (head, mut peer) = server.websocket().await;
-    assert_eq!(header(&head, "last-event-id"), Some("6-0"));
-    peer.event("base", "8-0", false).await;
-    peer.ready("9-0").await;
-    assert_eq!(peer.hear().await, json!({"type": "subscribe", "ref": reference, "channel": "more", "since": "6-0"}));
-}
-
-#[tokio::test]
-async fn a_subscribe_cut_in_its_replay_goes_on_from_the_channels_highest_id() {
-    let (server, builder) = Server::start().await;
-    let mut client = builder.connect().unwrap();
-    client.subscribe("more", Some("2-0".into())).await.unwrap();
-    let (_, mut peer) = server.websocket().await;
-    peer.ready("9-0").await;
-    peer.hear().await;
-    peer.event("more", "3-0", true).await;
-    assert_eq!(until(&mut client, event_id).await, "3-0");
-    drop(peer);
-    let (head, mut peer) = server.websocket().await;
-    assert_eq!(header(&head, "last-event-id"), Some("9-0"));
-    peer.ready("9-0").await;
-    assert_eq!(peer.hear().await["since"], "3-0");
-}
-
-#[tokio::test]
-async fn a_subscribe_refused_for_now_is_asked_again_and_one_denied_is_not() {
-    let (server, builder) = Server::start().await;
-    let client = builder.connect().unwrap();
-    client.subscribe("busy", None).await.unwrap();
-    client.subscribe("secret", None).await.unwrap();
-    let (_, mut peer) = server.websocket().await;
-    peer.ready("1-0").await;
-    let first = peer.hear().await;
-    peer.say(json!({"type": "error", "ref": first["ref"], "code": "rate_limited", "retry": true, "after_ms": 1})).await;
-    let again = peer.hear().await;
-    assert_eq!(again, first);
-    peer.answer(&again["ref"], "1-0").await;
-    let secret = peer.hear().await;
-    assert_eq!(secret["channel"], "secret");
-    peer.say(json!({"type": "error", "ref": secret["ref"], "code": "forbidden", "retry": false})).await;
-    client.ping().await.unwrap();
-    assert_eq!(peer.hear().await, json!({"type": "ping"}));
-    drop(peer);
-    let (_, mut peer) = server.websocket().await;
-    peer.ready("1-0").await;
-    assert_eq!(peer.hear().await["channel"], "busy");
-    client.ping().await.unwrap();
-    assert_eq!(peer.hear().await, json!({"type": "ping"}), "the denied channel is not asked for again");
-}
-
-#[tokio::test]
-async fn a_channel_left_stays_left_after_a_reconnect() {
-    let (server, builder) = Server::start().await;
-    let mut client = builder.channels(["q"]).connect().unwrap();
-    let (_, mut peer) = server.websocket().await;
-    peer.ready("1-0").await;
-    until(&mut client, |message| matches!(message, Message::Ready(_)).then_some(())).await;
-    client.unsubscribe("base").await.unwrap();
-    client.unsubscribe("q").await.unwrap();
-    assert_eq!(peer.hear().await["channel"], "base");
-    assert_eq!(peer.hear().await["channel"], "q");
-    drop(peer);
-    let (head, mut peer) = server.websocket().await;
-    assert!(head.starts_with("GET /v1/ws HTTP/1.1\r\n"), "{head}");
-    peer.ready("1-0").await;
-    assert_eq!(peer.hear().await, json!({"type": "unsubscribe", "ref": "left", "channel": "base"}));
 }
 
 #[tokio::test]
