@@ -72,7 +72,8 @@ impl SseClient<TcpStream> {
     /// Asks for `path` with these header fields.
     ///
     /// # Errors
-    /// The whole answer where it is not 200 `text/event-stream`.
+    /// The whole answer where it is not 200 `text/event-stream`, or one of a length known from the
+    /// start: no stream goes on behind that, so it is somebody else's word and not the gateway's.
     ///
     /// # Panics
     /// Where no head comes within `PATIENCE`.
@@ -98,6 +99,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> SseClient<S> {
             wire.ask("GET", path, host, &fields, b"").await?;
             let head = wire.head().await?;
             let is_stream = head.status == 200
+                && head.header("content-length").is_none()
                 && head.header("content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
             if is_stream {
                 return io::Result::Ok(Ok(head));
