@@ -1,7 +1,7 @@
 //! The back ends' API and the operator's page. Decides how a call is read and how its outcome is
 //! told; what publishing, revoking, leaving and draining do is `hub`'s. Who may call at all is
-//! `guard`; the calls themselves are `publish`, `revocations`, `sessions` and `fleet`;
-//! `span` is how they write a length of time.
+//! `guard`, how much of a call is read `bodies`; the calls themselves are `publish`, `revocations`,
+//! `sessions` and `fleet`; `span` is how they write a length of time.
 //!
 //! `openapi.json` beside this file describes exactly the routes of `table`; a test compares them.
 
@@ -26,6 +26,7 @@ use tower_http::catch_panic::CatchPanicLayer;
 use crate::origin::CorsHeaders;
 use crate::reject;
 
+mod bodies;
 mod fleet;
 mod guard;
 mod publish;
@@ -66,7 +67,7 @@ pub struct AdminState {
 
 struct Inner {
     state: AdminState,
-    bodies: guard::Bodies,
+    bodies: bodies::Bodies,
 }
 
 type Shared = Arc<Inner>;
@@ -95,7 +96,7 @@ impl Inner {
 
 /// Everything that the admin listener serves.
 pub fn router(state: AdminState) -> Router {
-    let shared: Shared = Arc::new(Inner { bodies: guard::Bodies::new(state.max_message, state.dice.clone()), state });
+    let shared: Shared = Arc::new(Inner { bodies: bodies::Bodies::new(state.max_message, state.dice.clone()), state });
     let mut router = Router::new();
     for (_, path, route) in table() {
         router = router.route(path, route);

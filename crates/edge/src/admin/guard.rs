@@ -1,42 +1,23 @@
-//! Who may call the admin API, and how much of a call is read. With a key the key decides. Without
+//! Who may call the admin API, and what a call's body may be. With a key the key decides. Without
 //! one only this host can connect (the configuration sees to that), and what is left to keep out
 //! are web pages in a browser here: a page names itself in `Origin`, and a page that made its own
 //! name point here (DNS rebinding) names itself in `Host`.
 
 use std::net::{IpAddr, Ipv6Addr};
-use std::time::Duration;
 
 use aws_lc_rs::{constant_time, digest};
-use axum::body::{Body, HttpBody};
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use bytes::Bytes;
 use http::header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE, HOST, ORIGIN};
 use http::{HeaderMap, Uri};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
-use hub::clock::Dice;
 use hub::refusal::{Refusal, RefusalCode};
-use tokio::sync::{Semaphore, SemaphorePermit};
-use tokio::time::timeout;
 
-use super::{Problem, RETRY, Shared};
+use super::{Problem, Shared};
 use crate::origin::Origin;
 
 /// What needs no key: it says nothing about the node, and a browser cannot send one for a page.
 const OPEN_PATHS: [&str; 3] = ["/console", "/v1/client.js", "/v1/openapi.json"];
-
-/// Largest body, unless one message of `GATEWAY_MAX_MESSAGE` needs more.
-const MAX_BODY_BYTES: usize = 16 << 20;
-
-/// What an event's envelope may add to its `data`: names, key, escapes.
-const ENVELOPE_BYTES: usize = 64 << 10;
-
-/// So many of the largest bodies fit into memory at once; smaller ones in proportion.
-const N_LARGEST_BODIES: usize = 4;
-
-/// Until a body is there, the wait for its memory included. Ten seconds carry 16 MiB at 13 Mbit/s.
-const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// `GATEWAY_ADMIN_KEY`, kept as its SHA-256 so that it cannot be printed and that comparing takes
 /// the same time whatever is offered.
@@ -160,78 +141,6 @@ pub(super) fn form(headers: &HeaderMap) -> Result<Form, Refusal> {
     }
 }
 
-/// The memory that bodies may take together.
-pub(super) struct Bodies {
-    max: usize,
-    /// A permit is a KiB.
-    memory: Semaphore,
-    dice: Dice,
-}
-
-impl Bodies {
-    pub(super) fn new(max_message: usize, dice: Dice) -> Self {
-        let max = MAX_BODY_BYTES.max(max_message + ENVELOPE_BYTES);
-        Self { max, memory: Semaphore::new(N_LARGEST_BODIES * max.div_ceil(1024)), dice }
-    }
-
-    /// A whole body as text, and its memory, to be held as long as the text.
-    ///
-    /// # Errors
-    /// `payload_too_large`, `bad_request` (cut off, too slow, no UTF-8), `overloaded` (others'
-    /// bodies take the memory: come again).
-    pub(super) async fn read(&self, body: Body) -> Result<(Text, SemaphorePermit<'_>), Refusal> {
-        let hint = body.size_hint();
-        if hint.lower() > self.max as u64 {
-            return Err(self.too_large());
-        }
-        let most = hint.upper().map_or(self.max, |upper| usize::try_from(upper).unwrap_or(self.max).min(self.max));
-        let n_kib = u32::try_from(most.div_ceil(1024)).unwrap_or(u32::MAX);
-        let memory = timeout(BODY_TIMEOUT, self.memory.acquire_many(n_kib))
-            .await
-            .map_err(|_| self.overloaded())?
-            .expect("nobody closes this semaphore");
-        let bytes = timeout(BODY_TIMEOUT, Limited::new(body, self.max).collect())
-            .await
-            .map_err(|_| Refusal::new(RefusalCode::BadRequest, "the body did not come in time"))?
-            .map_err(|error| {
-                if error.is::<LengthLimitError>() {
-                    return self.too_large();
-                }
-                Refusal::new(RefusalCode::BadRequest, "the body was cut off")
-            })?
-            .to_bytes();
-        Ok((Text::new(bytes)?, memory))
-    }
-
-    fn overloaded(&self) -> Refusal {
-        let after = self.dice.between(RETRY.0, RETRY.1);
-        Refusal::retry(RefusalCode::Overloaded, "too many large bodies at once", after)
-    }
-
-    fn too_large(&self) -> Refusal {
-        Refusal::new(RefusalCode::PayloadTooLarge, format!("a body has at most {} bytes", self.max))
-    }
-}
-
-/// A body that is UTF-8.
-#[derive(Debug)]
-pub(super) struct Text(Bytes);
-
-impl Text {
-    pub(super) fn new(bytes: Bytes) -> Result<Self, Refusal> {
-        match std::str::from_utf8(&bytes) {
-            Ok(_) => Ok(Self(bytes)),
-            Err(e) => {
-                Err(Refusal::new(RefusalCode::BadRequest, format!("the body is no UTF-8 at byte {}", e.valid_up_to())))
-            }
-        }
-    }
-
-    pub(super) fn as_str(&self) -> &str {
-        std::str::from_utf8(&self.0).expect("checked by new")
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use http::{HeaderName, HeaderValue};
@@ -351,36 +260,5 @@ mod tests {
         assert_eq!(code(form(&HeaderMap::new())), "unsupported_media_type");
         let packed = headers(&[(CONTENT_TYPE, "application/json"), (CONTENT_ENCODING, "gzip")]);
         assert_eq!(code(form(&packed)), "unsupported_media_type");
-    }
-
-    #[tokio::test]
-    async fn a_body_is_read_up_to_the_limit_and_not_beyond() {
-        let bodies = Bodies::new(64 << 10, Dice::seeded(1));
-        for (n, expected) in [(0, "ok"), (MAX_BODY_BYTES, "ok"), (MAX_BODY_BYTES + 1, "payload_too_large")] {
-            assert_eq!(code(bodies.read(Body::from(vec![b' '; n])).await.map(|_| ())), expected, "{n}");
-            let unannounced = Body::from_stream(futures_util::stream::iter([Ok::<_, std::io::Error>(vec![b' '; n])]));
-            assert_eq!(code(bodies.read(unannounced).await.map(|_| ())), expected, "{n} unannounced");
-        }
-        assert_eq!(code(bodies.read(Body::from(&b"\"\xed\xa0\x80\""[..])).await.map(|_| ())), "bad_request");
-        assert_eq!(
-            Bodies::new(16 << 20, Dice::seeded(1)).max,
-            (16 << 20) + ENVELOPE_BYTES,
-            "one whole message always fits"
-        );
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn bodies_together_take_bounded_memory_and_none_waits_for_ever() {
-        let bodies = Bodies::new(64 << 10, Dice::seeded(1));
-        let mut held = Vec::new();
-        for _ in 0..N_LARGEST_BODIES {
-            let stream = futures_util::stream::iter([Ok::<_, std::io::Error>("{}")]);
-            held.push(bodies.read(Body::from_stream(stream)).await.unwrap());
-        }
-        assert_eq!(code(bodies.read(Body::from("{}")).await.map(|_| ())), "overloaded");
-        held.pop();
-        assert_eq!(code(bodies.read(Body::from("{}")).await.map(|_| ())), "ok");
-        let silent = Body::from_stream(futures_util::stream::pending::<Result<Bytes, std::io::Error>>());
-        assert_eq!(code(bodies.read(silent).await.map(|_| ())), "bad_request");
     }
 }
