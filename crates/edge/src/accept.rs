@@ -41,8 +41,8 @@ use crate::origin::CorsHeaders;
 use crate::reject;
 use crate::socket::{Shared, Socket};
 
-/// Largest request head. 32 KiB: room for the largest cookies that browsers send and a token
-/// besides; beyond it 431.
+/// Largest request head, its empty line included. 32 KiB: room for the largest cookies that browsers
+/// send and a token besides; a byte beyond it is 431.
 const MAX_HEAD: usize = 32 * 1024;
 
 /// Most header lines; beyond it 431.
@@ -186,7 +186,12 @@ pub async fn serve<I: Incoming>(
 /// How long an API client may take for a request's head, keep-alive included.
 const API_HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Serves an HTTP API (the back ends') until `stop`; ordinary requests, keep-alive on.
+/// How long a call of the API that is under way at the stop may go on: what it did is then answered.
+const API_GRACE: Duration = Duration::from_secs(1);
+
+/// Serves an HTTP API (the back ends') until `stop`; ordinary requests, keep-alive on. Connections are
+/// tasks of `tasks`: whoever waits for these after `stop` waits a second at most, and has every call
+/// answered that ended by then.
 pub async fn serve_api(listener: TcpListener, api: axum::Router, tasks: TaskTracker, stop: CancellationToken) {
     loop {
         let accepted = tokio::select! {
@@ -207,9 +212,8 @@ pub async fn serve_api(listener: TcpListener, api: axum::Router, tasks: TaskTrac
             tokio::select! {
                 ended = conn.as_mut() => drop(ended),
                 () = stop.cancelled() => {
-                    // An answer that is being written is finished; nobody waits longer for it.
                     conn.as_mut().graceful_shutdown();
-                    let _ = timeout(Duration::from_secs(1), conn).await;
+                    let _ = timeout(API_GRACE, conn).await;
                 }
             }
         });
@@ -271,7 +275,9 @@ async fn connection<I: Incoming>(
         })
     });
     let mut http = http1::Builder::new();
-    http.keep_alive(false).header_read_timeout(None).max_buf_size(MAX_HEAD).max_headers(MAX_HEADERS);
+    // The buffer alone is no bound: hyper grows it in larger steps, and a head that is whole passes.
+    http.max_buf_size(MAX_HEAD).max_header_size(MAX_HEAD).max_headers(MAX_HEADERS);
+    http.keep_alive(false).header_read_timeout(None);
     let mut conn = http.serve_connection(TokioIo::new(Caller::<I>::new(socket)), service);
     let late = sleep_until(Instant::now() + config.head_timeout);
     tokio::pin!(late);

@@ -237,11 +237,7 @@ impl Gate {
         let verified = match credential.token() {
             Ok(Some(token)) => match self.verifier.authenticate(token.as_str(), &self.clock, deadline).await {
                 Ok(identity) => Ok(identity),
-                Err(denied @ Denied::KeysUnavailable) => {
-                    // Its token may be good: its address is not to blame. Nor is anybody else.
-                    self.bucket.give_back(coming, Instant::now());
-                    return Err(self.auth_unavailable(denied.detail()));
-                }
+                Err(denied @ Denied::KeysUnavailable) => Err(self.auth_unavailable(denied.detail())),
                 Err(denied) => Err(Refusal::new(denied.code(), denied.detail())),
             },
             Ok(None) => {
@@ -249,14 +245,25 @@ impl Gate {
             }
             Err(refusal) => Err(refusal),
         };
-        verified.inspect_err(|_| {
-            // It cost us little, so its place goes to somebody else; its address pays.
-            let now = Instant::now();
-            self.bucket.give_back(coming, now);
-            if self.counts_addresses(seen) {
-                self.addresses.charge(seen.client, BAD_TOKEN_COST, now);
-            }
-        })
+        verified.inspect_err(|refusal| self.settle(refusal, coming, seen))
+    }
+
+    /// Who pays for a refused credential. Most cost us little, so their place goes to somebody else; a bad
+    /// one costs its address. None at all is no guess: a page whose user has logged out must not shut
+    /// an office's address out.
+    fn settle(&self, refusal: &Refusal, coming: Coming, seen: &Seen) {
+        let now = Instant::now();
+        let is_bad = match refusal.code {
+            RefusalCode::TokenInvalid | RefusalCode::TokenExpired => true,
+            // The latter's token may be good: neither its address is to blame nor anybody else.
+            RefusalCode::TokenMissing | RefusalCode::AuthUnavailable => false,
+            // It was verified, and had all that its place pays for.
+            _ => return,
+        };
+        self.bucket.give_back(coming, now);
+        if is_bad && self.counts_addresses(seen) {
+            self.addresses.charge(seen.client, BAD_TOKEN_COST, now);
+        }
     }
 
     fn judge_revocation(&self, outcome: CheckOutcome) -> Result<(), Refusal> {

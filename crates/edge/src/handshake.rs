@@ -58,10 +58,14 @@ pub fn ws_request(head: &Parts) -> Result<WsRequest, Refusal> {
 /// Checks a request for an event stream.
 ///
 /// # Errors
-/// All for good: `method_not_allowed`; `bad_request` for a body; `not_acceptable` where `Accept`
-/// leaves `text/event-stream` out.
+/// All for good: `method_not_allowed`; `bad_request` for a body or HTTP/1.0; `not_acceptable` where
+/// `Accept` leaves `text/event-stream` out.
 pub fn sse_request(head: &Parts) -> Result<(), Refusal> {
     only_get(head)?;
+    if head.version < Version::HTTP_11 {
+        // Events are kept as chunks, once for all who hear them; an older client would read their sizes as text.
+        return Err(bad_request("an event stream needs HTTP/1.1, from a proxy too (nginx: proxy_http_version 1.1)"));
+    }
     no_body(&head.headers)?;
     if !accepts_event_stream(&head.headers) {
         return Err(Refusal::new(RefusalCode::NotAcceptable, "this path answers text/event-stream only"));
@@ -358,5 +362,12 @@ mod tests {
         for method in [Method::HEAD, Method::POST] {
             assert_eq!(sse_request(&head(method, &[])).unwrap_err().code, RefusalCode::MethodNotAllowed);
         }
+    }
+
+    #[test]
+    fn who_knows_no_chunks_gets_no_event_stream() {
+        let mut old = head(Method::GET, &[]);
+        old.version = Version::HTTP_10;
+        assert_eq!(sse_request(&old).unwrap_err().code, RefusalCode::BadRequest);
     }
 }

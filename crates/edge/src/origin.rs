@@ -43,7 +43,8 @@ pub enum OriginPolicy {
     SameOrigin,
     /// These, and the same origin.
     Listed(Vec<Origin>),
-    /// `*`: every page, but never with a cookie (the configuration refuses the two together).
+    /// `*`: every page, also one whose origin has no name (`null` from a sandboxed frame, `file://`),
+    /// but never with a cookie (the configuration refuses the two together).
     Any,
 }
 
@@ -179,7 +180,7 @@ impl OriginPolicy {
             return Ok(());
         }
         let may = match named(&head.headers) {
-            Named::Unusable => false,
+            Named::Unusable => *self == Self::Any && !has_cookie,
             Named::Nothing if !has_cookie => true,
             Named::Nothing => wire == Wire::Sse && is_fetched_by_the_same_origin(&head.headers),
             Named::One(_, origin) => self.names(&origin, has_cookie) || is_same(&origin, head, seen),
@@ -205,10 +206,14 @@ impl OriginPolicy {
             return CorsHeaders::none();
         }
         let mut lines = vec![(header::VARY, HeaderValue::from_static("Origin"))];
-        if let Named::One(value, origin) = named(headers)
-            && self.names(&origin, false)
-        {
-            lines.push((header::ACCESS_CONTROL_ALLOW_ORIGIN, value.clone()));
+        let reader = match named(headers) {
+            Named::One(value, origin) if self.names(&origin, false) => Some(value.clone()),
+            // No name to give back; nobody takes `*` for a page that sends cookies.
+            Named::Unusable if *self == Self::Any => Some(HeaderValue::from_static("*")),
+            _ => None,
+        };
+        if let Some(reader) = reader {
+            lines.push((header::ACCESS_CONTROL_ALLOW_ORIGIN, reader));
             if let Self::Listed(_) = self {
                 lines.push((header::ACCESS_CONTROL_ALLOW_CREDENTIALS, HeaderValue::from_static("true")));
             }

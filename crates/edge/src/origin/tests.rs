@@ -96,7 +96,20 @@ fn any_origin_passes_a_star_but_never_with_a_cookie() {
     let foreign = [("origin", "https://evil.test")];
     assert!(passes(&any, Wire::Ws, Some(Place::Header), &foreign));
     assert!(!passes(&any, Wire::Ws, Some(Place::Cookie), &foreign));
-    assert!(!passes(&any, Wire::Ws, Some(Place::Header), &[("origin", "null")]));
+}
+
+#[test]
+fn a_page_without_a_name_passes_a_star_but_never_with_a_cookie() {
+    let any = OriginPolicy::parse(["*"]).unwrap();
+    for nameless in [&["null"][..], &["file://"], &[""], &["https://a.example", "https://b.example"]] {
+        let lines: Vec<_> = nameless.iter().map(|origin| ("origin", *origin)).collect();
+        for wire in [Wire::Ws, Wire::Sse] {
+            for place in [Some(Place::Header), Some(Place::Subprotocol), Some(Place::Query), None] {
+                assert!(passes(&any, wire, place, &lines), "{nameless:?}");
+            }
+            assert!(!passes(&any, wire, Some(Place::Cookie), &lines), "{nameless:?}");
+        }
+    }
 }
 
 #[test]
@@ -164,6 +177,27 @@ fn an_allowed_origin_gets_exactly_itself_back_and_a_foreign_one_nothing() {
     let any = cors(&OriginPolicy::Any, "https://evil.test");
     assert!(any.contains(&pair("access-control-allow-origin", "https://evil.test")));
     assert!(!any.iter().any(|(name, _)| name == "access-control-allow-credentials"));
+}
+
+#[test]
+fn a_page_without_a_name_may_read_the_answers_where_every_page_may_but_never_with_credentials() {
+    for nameless in ["null", "file://"] {
+        assert_eq!(
+            cors(&OriginPolicy::Any, nameless),
+            [
+                pair("vary", "Origin"),
+                pair("access-control-allow-origin", "*"),
+                pair("access-control-expose-headers", "Retry-After"),
+            ]
+        );
+        let preflight = OriginPolicy::Any.preflight(&head(&[("origin", nameless)]).headers);
+        assert_eq!(preflight.headers()["access-control-allow-origin"], "*");
+        assert!(preflight.headers().contains_key("access-control-allow-headers"));
+    }
+    assert_eq!(cors(&OriginPolicy::Any, "null").len(), 3);
+    let mut none = HeaderMap::new();
+    OriginPolicy::Any.cors(&head(&[]).headers).apply(&mut none);
+    assert_eq!(none.len(), 1, "who is no page is told nothing but Vary");
 }
 
 #[test]

@@ -53,6 +53,9 @@ pub struct Settings {
     pub hub: HubConfig,
     pub accept: AcceptConfig,
     pub plugins: Plugins,
+    /// Attempts at once, and a second, from one address that is not this host's; 0: as many as they like.
+    pub per_address: (u32, f64),
+    pub origin: OriginPolicy,
 }
 
 impl Settings {
@@ -84,7 +87,7 @@ impl Settings {
             session,
         };
         let accept = AcceptConfig { handshakes: 1_024, head_timeout: secs(5), close_timeout: secs(3) };
-        Self { hub, accept, plugins: Plugins::new() }
+        Self { hub, accept, plugins: Plugins::new(), per_address: (0, 0.0), origin: OriginPolicy::SameOrigin }
     }
 }
 
@@ -158,7 +161,7 @@ impl Node {
         let gate = Gate {
             config: GateConfig {
                 credential: CredentialConfig { cookie: None, query: QueryToken::On },
-                origin: OriginPolicy::parse([]).unwrap(),
+                origin: settings.origin,
                 proxies: TrustedProxies::default(),
                 refuse: RefuseModes::default(),
                 auth_timeout,
@@ -174,7 +177,7 @@ impl Node {
             capacity: Capacity::new(capacity),
             bucket: AcceptBucket::new(100_000, 100_000.0, dice.clone()),
             adaptive: None,
-            addresses: AddressBuckets::new(0, 0.0, dice.clone()),
+            addresses: AddressBuckets::new(settings.per_address.0, settings.per_address.1, dice.clone()),
             dice,
         };
         let (dial, dialled) = mpsc::unbounded_channel();
@@ -188,9 +191,14 @@ impl Node {
 
     /// A connection that holds `bytes` each way before its reader must read.
     pub fn dial(&self, bytes: usize) -> DuplexStream {
+        self.dial_from([127, 0, 0, 1], bytes)
+    }
+
+    /// The same, from this address.
+    pub fn dial_from(&self, address: [u8; 4], bytes: usize) -> DuplexStream {
         let (theirs, ours) = tokio::io::duplex(bytes);
         let port = 1_024 + self.n_dialled.fetch_add(1, Ordering::Relaxed);
-        self.dial.send((ours, ([127, 0, 0, 1], port).into())).expect("the node accepts");
+        self.dial.send((ours, (address, port).into())).expect("the node accepts");
         theirs
     }
 
