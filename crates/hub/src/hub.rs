@@ -485,12 +485,6 @@ impl Hub {
         }
     }
 
-    pub(crate) fn session_position(&self, session: &Session) -> Option<EventId> {
-        let node = self.place.position();
-        let mut state = session.lock();
-        (state.position > EventId::ZERO).then(|| state.position_with(node))
-    }
-
     // ---- channels of a session
 
     /// Listens for a session that is opening, or joins a channel of a later `subscribe`.
@@ -511,13 +505,6 @@ impl Hub {
                 drop(state);
                 self.channels.unlisten(channel, slot);
             }
-        }
-    }
-
-    pub(crate) fn leave_channel(&self, session: &Session, channel: &Channel) {
-        let left = session.lock().take_sub(channel);
-        if let Some(sub) = left {
-            self.channels.unlisten(channel, sub.slot());
         }
     }
 
