@@ -271,7 +271,7 @@ async fn an_event_source_is_moved_at_once(product: Product) {
 /// More EventSources come than the nodes take: each is told when to come again, and none is lost.
 async fn a_crowd_of_event_sources_comes_back_by_itself(product: Product) {
     const N: usize = 60;
-    let small = |node: GatewayOptions| node.env("GATEWAY_ACCEPT_BURST", "5").env("GATEWAY_ACCEPT_RATE", "10");
+    let small = |node: GatewayOptions| node.env("GATEWAY_ACCEPT_BURST", "2").env("GATEWAY_ACCEPT_RATE", "5");
     let (nodes, balancer) = fleet(product, small).await;
     let at = balancer.addr();
     let comes = |i: usize| async move {
@@ -290,7 +290,7 @@ async fn a_crowd_of_event_sources_comes_back_by_itself(product: Product) {
     let (crowd, told): (Vec<_>, Vec<_>) = join_all((0..N).map(comes)).await.into_iter().unzip();
     let told: Vec<Duration> = told.into_iter().flatten().collect();
     let each: HashSet<Duration> = told.iter().copied().collect();
-    assert!(told.len() >= 10, "it was no storm: {told:?}");
+    assert!(told.len() >= 5, "it was no storm: {told:?}");
     assert!(2 * each.len() > told.len(), "many are told the same: {told:?}");
     let mut n = 0.0;
     for node in &nodes {
