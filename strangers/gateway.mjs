@@ -43,12 +43,12 @@ export async function until(what, look) {
   }
 }
 
-/** A JWT (HS256) for `sub`, good for an hour; `claims` are added. */
-export function token(sub, claims = {}) {
+/** A JWT (HS256) for `sub`, good for an hour; `claims` are added. The gateways here know `secret` unless told another. */
+export function token(sub, claims = {}, secret = SECRET) {
   const part = (value) => Buffer.from(JSON.stringify(value)).toString("base64url");
   const now = Math.floor(Date.now() / 1000);
   const body = `${part({ alg: "HS256", typ: "JWT" })}.${part({ sub, iat: now, exp: now + 3600, ...claims })}`;
-  return `${body}.${createHmac("sha256", SECRET).update(body).digest("base64url")}`;
+  return `${body}.${createHmac("sha256", secret).update(body).digest("base64url")}`;
 }
 
 async function freePort() {
