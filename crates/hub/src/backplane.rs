@@ -263,6 +263,9 @@ pub struct Hold {
 pub struct Fleet {
     /// By node name; the asker's own included.
     pub reports: Vec<Report>,
+    /// What stood under the asker's own name until it reported now: its own report before, or that of another
+    /// process of its name. Only the hub can tell, who knows what it wrote.
+    pub before: Option<Report>,
     /// The hold in force, if there is one; its end lies after `now_ms`.
     pub hold: Option<Hold>,
     /// When the log was born, ms since 1970: no position of it is older. A flushed log is born
@@ -356,9 +359,11 @@ pub trait Backplane: Send + Sync + 'static {
     /// place (a renewal), or is put back at it (after a flush, or while its node was thought gone).
     /// If the user then has more than `max` (at least 1), sessions of nodes that are gone go
     /// without a word; if there are still more, those with the lowest places go, each with a
-    /// `FromLink::Replaced` on every node. A node is gone while its link is down, but never to
-    /// itself; what an earlier process under its name held is gone too. So claim again, with
-    /// `since`, whatever is held whenever the link comes up. Places end some 10 minutes after the user's last claim: renew them more often.
+    /// `FromLink::Replaced` on every node. A node is gone while its link is down, and once it has not
+    /// reported again within the `ttl` of its last report (a host that vanished leaves its link standing for
+    /// minutes), but never to itself; what an earlier process under its name held is gone too. So claim again, with
+    /// `since`, whatever is held whenever the link comes up, and every half minute: who was thought gone gets its
+    /// places back by it. Places end some 10 minutes after the user's last claim.
     ///
     /// # Errors
     /// `Unavailable`: whether the claims were made is unknown. Claiming again drops nobody else; `release`

@@ -380,17 +380,16 @@ impl Backplane for Memory {
 
     fn report(&self, body: String, ttl: Duration) -> BoxFuture<'_, Result<Fleet, Unavailable>> {
         Box::pin(async move {
-            self.call(|inner, now_ms| Fleet {
-                reports: inner.fleet.report(now_ms, &self.name, body, ttl),
-                hold: inner.fleet.held_by(now_ms),
-                birth_ms: inner.log.birth_ms(),
-                now_ms,
+            self.call(|inner, now_ms| {
+                let (reports, before) = inner.fleet.report(now_ms, &self.name, &self.life, body, ttl);
+                let (hold, birth_ms) = (inner.fleet.held_by(now_ms), inner.log.birth_ms());
+                Fleet { reports, before, hold, birth_ms, now_ms }
             })
         })
     }
 
     fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
-        Box::pin(async move { self.call(|inner, _| inner.fleet.retire(&self.name)) })
+        Box::pin(async move { self.call(|inner, _| inner.fleet.retire(&self.name, &self.life)) })
     }
 
     fn hold(&self, hold: Option<(Duration, String)>) -> BoxFuture<'_, Result<Option<Hold>, Unavailable>> {

@@ -1,5 +1,5 @@
 //! What nodes know of each other, in Redis: arguments and answers of the Functions in
-//! `migrations/0002_fleet.lua`, and the message from node to node. Decides nothing about places,
+//! `migrations/0003_fleet.lua`, and the message from node to node. Decides nothing about places,
 //! holds or ages (the Functions do, atomically), nor what a report says (the hub does).
 
 use std::sync::Arc;
@@ -12,27 +12,28 @@ use crate::dial::Fault;
 use crate::log::odd;
 use crate::message::TOLD;
 
-fn call(function: &str, log: &str, node: &str) -> Cmd {
+/// `who`: the node, or this life of it.
+fn call(function: &str, log: &str, who: &str) -> Cmd {
     let mut cmd = redis::cmd("FCALL");
-    cmd.arg(function).arg(1).arg(log).arg(node);
+    cmd.arg(function).arg(1).arg(log).arg(who);
     cmd
 }
 
-/// The call that reports.
-pub(crate) fn report_cmd(log: &str, node: &str, body: &str, ttl: Duration) -> Cmd {
+/// The call that reports, in the name of this life of the node.
+pub(crate) fn report_cmd(log: &str, life: &str, node: &str, body: &str, ttl: Duration) -> Cmd {
     let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX).max(1);
-    call("tidegate_report_1", log, node).arg(body).arg(ttl_ms).to_owned()
+    call("tidegate_report_2", log, life).arg(node).arg(body).arg(ttl_ms).to_owned()
 }
 
 /// Its answer: the clock, the birth, of each node its name, its report's age in ms and the report,
-/// and the hold.
-pub(crate) type Reported = (u64, u64, Vec<(Vec<u8>, u64, Vec<u8>)>, Option<Held>);
+/// the hold, and age and text of what stood under the own name before.
+pub(crate) type Reported = (u64, u64, Vec<(Vec<u8>, u64, Vec<u8>)>, Option<Held>, Option<(u64, Vec<u8>)>);
 
 /// A hold's end, who took it, and why.
 pub(crate) type Held = (u64, Vec<u8>, Vec<u8>);
 
-/// Its answer, by node name, and how many reports and holds are no text: those are left out.
-pub(crate) fn fleet((now_ms, birth_ms, said, held): Reported) -> (Fleet, u64) {
+/// Its answer to `own`, by node name, and how many reports and holds are no text: those are left out.
+pub(crate) fn fleet(own: &str, (now_ms, birth_ms, said, held, before): Reported) -> (Fleet, u64) {
     let n_said = said.len() + usize::from(held.is_some());
     let report = |(node, age_ms, body)| {
         let node = String::from_utf8(node).ok()?.into();
@@ -42,7 +43,8 @@ pub(crate) fn fleet((now_ms, birth_ms, said, held): Reported) -> (Fleet, u64) {
     reports.sort_by(|a, b| a.node.cmp(&b.node));
     let hold = held.and_then(hold);
     let n_skipped = n_said - reports.len() - usize::from(hold.is_some());
-    (Fleet { reports, hold, birth_ms, now_ms }, n_skipped as u64)
+    let before = before.and_then(|(age_ms, body)| report((own.as_bytes().to_vec(), age_ms, body)));
+    (Fleet { reports, before, hold, birth_ms, now_ms }, n_skipped as u64)
 }
 
 /// The hold, unless it is no text.
@@ -59,9 +61,9 @@ pub(crate) fn hold_cmd(log: &str, node: &str, hold: Option<&(Duration, String)>)
     cmd
 }
 
-/// The call that takes the own report away.
-pub(crate) fn retire_cmd(log: &str, node: &str) -> Cmd {
-    call("tidegate_retire_1", log, node)
+/// The call that takes the own report away, and this life of the node with it.
+pub(crate) fn retire_cmd(log: &str, life: &str, node: &str) -> Cmd {
+    call("tidegate_retire_2", log, life).arg(node).to_owned()
 }
 
 /// The message, on a pub/sub channel. No Function: nothing of it is stored.

@@ -372,9 +372,9 @@ impl Backplane for RedisBackplane {
 
     fn report(&self, body: String, ttl: Duration) -> BoxFuture<'_, Result<Fleet, Unavailable>> {
         Box::pin(async move {
-            let cmd = fleet::report_cmd(&self.log, &self.node, &body, ttl);
+            let cmd = fleet::report_cmd(&self.log, &self.life, &self.node, &body, ttl);
             let answer = self.bounded(|| self.fleet.call(&cmd, Again::Once)).await?;
-            let (fleet, n_skipped) = fleet::fleet(answer);
+            let (fleet, n_skipped) = fleet::fleet(&self.node, answer);
             self.stats.skipped.fetch_add(n_skipped, Ordering::Relaxed);
             Ok(fleet)
         })
@@ -382,7 +382,7 @@ impl Backplane for RedisBackplane {
 
     fn retire(&self) -> BoxFuture<'_, Result<(), Unavailable>> {
         Box::pin(async move {
-            let cmd = fleet::retire_cmd(&self.log, &self.node);
+            let cmd = fleet::retire_cmd(&self.log, &self.life, &self.node);
             self.bounded(|| self.fleet.call(&cmd, Again::Once)).await
         })
     }

@@ -27,8 +27,8 @@ const LIBRARIES: [Library; 2] = [
     Library { version: "tidegate_version", code: include_str!("../../../migrations/0001_log.lua"), revision: 1 },
     Library {
         version: "tidegate_fleet_version",
-        code: include_str!("../../../migrations/0002_fleet.lua"),
-        revision: 2,
+        code: include_str!("../../../migrations/0003_fleet.lua"),
+        revision: 3,
     },
 ];
 

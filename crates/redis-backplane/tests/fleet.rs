@@ -51,6 +51,8 @@ async fn nothing_of_a_fleet_that_went_stays_behind() {
     for key in ["t:fleet:idx", "t:fleet:n:n", "t:fleet:hold"] {
         assert!((1..=20_000).contains(&left(key)), "{key}");
     }
+    let life = server.cli(&["KEYS", "t:fleet:life:n/*"]);
+    assert!((86_400_000..=86_420_000).contains(&left(&life)), "{life}");
     node.claim("s", None, 1).await;
     assert!((590_000..=600_000).contains(&left("t:sessions:u")));
     node.plane.release(vec![("u".into(), "s".into())]).await.unwrap();
@@ -58,6 +60,7 @@ async fn nothing_of_a_fleet_that_went_stays_behind() {
     node.plane.retire().await.unwrap();
     assert_eq!(server.cli(&["EXISTS", "t:sessions:u", "t:fleet:idx", "t:fleet:n:n", "t:fleet:hold"]), "0");
     assert_eq!(server.cli(&["KEYS", "*sessions*"]), "");
+    assert_eq!(server.cli(&["KEYS", "*fleet*"]), "");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -264,4 +267,119 @@ async fn a_node_that_is_cut_off_loses_its_places_and_gets_them_back_by_claiming_
     node.claim("s2", None, 1).await;
     node.plane.tell(Some("n".into()), "end".into()).await.unwrap();
     assert_eq!(node.replaced().await, ["s1"]);
+}
+
+impl Node {
+    /// Reports for the last time, for the moment that a node waits for one that has vanished: its link stands.
+    async fn vanish(&self, seen_by: &Node) {
+        self.plane.report("{}".into(), Duration::from_millis(200)).await.unwrap();
+        let started = tokio::time::Instant::now();
+        while seen_by.plane.report("{}".into(), TTL).await.unwrap().reports.len() > 1 {
+            assert!(started.elapsed() < PATIENCE, "its report never ends");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Who stands in the user's set, the lowest first.
+    fn placed(server: &RedisServer) -> Vec<String> {
+        let members = server.cli(&["ZRANGE", "t:sessions:u", "0", "-1"]);
+        members.lines().map(|member| member.split(' ').next().unwrap_or_default().to_owned()).collect()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vanished_hosts_places_go_first_though_its_link_stands_and_come_back_with_it() {
+    let server = RedisServer::plain();
+    let (mut here, vanished) = (Node::up(&server, "t", "n").await, Node::up(&server, "t", "m").await);
+    here.claim("a", None, 2).await;
+    let place = vanished.claim("b", None, 2).await.since;
+    vanished.vanish(&here).await;
+    assert!(!server.cli(&["PUBSUB", "CHANNELS", "t:beacon:m/*"]).is_empty(), "its link stands");
+    // Its client comes back here.
+    here.claim("c", None, 2).await;
+    here.plane.tell(None, "end".into()).await.unwrap();
+    assert_eq!(here.replaced().await, [""; 0]);
+    assert_eq!(Node::placed(&server), ["a", "c"]);
+    // It was only cut off: it reports, and claims again what it holds.
+    vanished.plane.report("{}".into(), TTL).await.unwrap();
+    assert_eq!(vanished.claim("b", Some(place), 3).await, Claimed { since: place, replaced: false });
+    here.claim("d", None, 3).await;
+    here.plane.tell(None, "end".into()).await.unwrap();
+    assert_eq!(here.replaced().await, ["a"], "b counts again");
+    assert_eq!(Node::placed(&server), ["b", "c", "d"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_has_not_reported_yet_or_not_since_a_flush_is_not_gone() {
+    let server = RedisServer::plain();
+    let (mut here, other) = (Node::up(&server, "t", "n").await, Node::up(&server, "t", "m").await);
+    here.plane.report("{}".into(), TTL).await.unwrap();
+    for round in ["just begun", "flushed"] {
+        for (node, session) in [(&other, "a"), (&here, "b"), (&here, "c")] {
+            node.claim(session, None, 2).await;
+        }
+        here.plane.tell(None, "end".into()).await.unwrap();
+        assert_eq!(here.replaced().await, ["a"], "{round}");
+        other.vanish(&here).await;
+        server.flushall();
+    }
+}
+
+/// A node of an earlier version reports without its life: it counts by its link alone.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_of_an_earlier_version_keeps_its_places_beside_later_ones() {
+    let server = RedisServer::plain();
+    let (mut here, earlier) = (Node::up(&server, "t", "n").await, Node::up(&server, "t", "m").await);
+    here.plane.report("{}".into(), TTL).await.unwrap();
+    let answer = server.cli(&["FCALL", "tidegate_report_1", "1", "t:log", "m", "{}", "20000"]);
+    assert!(answer.lines().any(|line| line == "n"), "{answer}");
+    assert_eq!(here.plane.report("{}".into(), TTL).await.unwrap().reports.len(), 2);
+    // It ended.
+    server.cli(&["DEL", "t:fleet:n:m"]);
+    assert_eq!(here.plane.report("{}".into(), TTL).await.unwrap().reports.len(), 1);
+    earlier.claim("a", None, 1).await;
+    here.claim("b", None, 1).await;
+    here.plane.tell(None, "end".into()).await.unwrap();
+    assert_eq!(here.replaced().await, ["a"]);
+    assert_eq!(server.cli(&["FCALL", "tidegate_retire_1", "1", "t:log", "n"]), "OK");
+    assert_eq!(server.cli(&["EXISTS", "t:fleet:n:n"]), "0");
+}
+
+/// As it happens while a fleet is deployed: who misses a Function loads what it came with.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_earlier_library_is_replaced_by_the_first_call_that_misses_something() {
+    let server = RedisServer::plain();
+    let node = Node::up(&server, "t", "n").await;
+    let earlier = include_str!("../../../migrations/0002_fleet.lua");
+    for call in ["report", "retire"] {
+        server.cli(&["FUNCTION", "LOAD", "REPLACE", earlier]);
+        assert_eq!(server.cli(&["FCALL", "tidegate_fleet_version", "0"]), "2");
+        match call {
+            "report" => drop(node.plane.report("{}".into(), TTL).await.unwrap()),
+            _ => node.plane.retire().await.unwrap(),
+        }
+        assert_eq!(server.cli(&["FCALL", "tidegate_fleet_version", "0"]), "3");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_writes_over_another_ones_report_is_shown_it() {
+    let server = RedisServer::plain();
+    let (one, other) = (Node::up(&server, "t", "n").await, Node::up(&server, "t", "n").await);
+    let before = async |node: &Node, body: &str| {
+        let fleet = node.plane.report(body.into(), TTL).await.unwrap();
+        assert_eq!(
+            fleet.reports.iter().map(|report| &*report.body).collect::<Vec<_>>(),
+            [body],
+            "one name, one report"
+        );
+        fleet.before.map(|report| (report.node.to_string(), report.body))
+    };
+    let stood = |body: &str| Some(("n".to_owned(), body.to_owned()));
+    assert_eq!(before(&one, "1").await, None);
+    assert_eq!(before(&one, "2").await, stood("1"));
+    assert_eq!(before(&other, "3").await, stood("2"));
+    assert_eq!(before(&one, "4").await, stood("3"));
+    one.plane.retire().await.unwrap();
+    assert_eq!(before(&one, "5").await, None);
 }

@@ -11,6 +11,8 @@ use crate::backplane::{Claim, Claimed, Hold, Report};
 
 /// How long a user's places are kept after the last claim.
 pub(super) const PLACES_TTL: Duration = Duration::from_secs(10 * 60);
+/// How long it is remembered of a process that it reported at all.
+const LIVES_TTL: Duration = Duration::from_secs(24 * 3600);
 /// At most so many users' places that nobody renewed are dropped a call.
 const SWEEP_STEP: usize = 16;
 
@@ -18,6 +20,8 @@ const SWEEP_STEP: usize = 16;
 #[derive(Default)]
 pub(super) struct FleetState {
     reports: BTreeMap<Arc<str>, Written>,
+    /// Until when the last report of each life was to be kept, by that time alone.
+    lives: HashMap<Arc<str>, u64>,
     hold: Option<Hold>,
     places: HashMap<Arc<str>, Places>,
     /// Every user with places by the ms at which they end.
@@ -55,23 +59,35 @@ pub(super) struct Settled {
 }
 
 impl FleetState {
-    /// Keeps `node`'s report for `ttl` and gives all that are younger.
-    pub(super) fn report(&mut self, now_ms: u64, node: &Arc<str>, body: String, ttl: Duration) -> Vec<Report> {
+    /// Keeps the report of this life of `node` for `ttl`; gives all that are younger, and what stood under the
+    /// name before.
+    pub(super) fn report(
+        &mut self,
+        now_ms: u64,
+        node: &Arc<str>,
+        life: &Arc<str>,
+        body: String,
+        ttl: Duration,
+    ) -> (Vec<Report>, Option<Report>) {
         let until_ms = now_ms.saturating_add(ms(ttl));
-        self.reports.insert(node.clone(), Written { body, at_ms: now_ms, until_ms });
         let oldest_ms = now_ms.saturating_sub(ms(ttl));
         self.reports.retain(|_, written| written.at_ms >= oldest_ms && written.until_ms >= now_ms);
+        self.lives.retain(|_, until_ms| until_ms.saturating_add(ms(LIVES_TTL)) >= now_ms);
         let report = |(node, written): (&Arc<str>, &Written)| Report {
             node: node.clone(),
             body: written.body.clone(),
             age: Duration::from_millis(now_ms.saturating_sub(written.at_ms)),
         };
-        self.reports.iter().map(report).collect()
+        let before = self.reports.get_key_value(node).map(report);
+        self.lives.insert(life.clone(), until_ms);
+        self.reports.insert(node.clone(), Written { body, at_ms: now_ms, until_ms });
+        (self.reports.iter().map(report).collect(), before)
     }
 
-    /// Takes `node`'s report away.
-    pub(super) fn retire(&mut self, node: &str) {
+    /// Takes `node`'s report away, and this life of it.
+    pub(super) fn retire(&mut self, node: &str, life: &str) {
         self.reports.remove(node);
+        self.lives.remove(life);
     }
 
     /// Begins a hold, or takes away what there is.
@@ -99,9 +115,13 @@ impl FleetState {
             let holder = Holder { session: claim.session.clone(), life: life.clone() };
             let since = self.place(now, &claim.user, holder, claim.since);
             settled.claimed.push(Claimed { since, replaced: false });
-            for session in self.make_room(&claim.user, max, |other| other == &**life || is_there(other)) {
-                settled.replaced.push((claim.user.clone(), session));
-            }
+            let (now_ms, lives) = (ms(now), &self.lives);
+            // As of a host that vanished, whose link stands a while longer. Who never reported is not silent.
+            let is_silent = |other: &str| lives.get(other).is_some_and(|until_ms| *until_ms <= now_ms);
+            let is_left = |other: &str| other == &**life || (is_there(other) && !is_silent(other));
+            let Some(places) = self.places.get_mut(&claim.user) else { continue };
+            let replaced = places.make_room(max, is_left);
+            settled.replaced.extend(replaced.into_iter().map(|session| (claim.user.clone(), session)));
         }
         // Whoever came later in the batch may have replaced one that came earlier.
         for (claim, claimed) in claims.iter().zip(&mut settled.claimed) {
@@ -127,24 +147,6 @@ impl FleetState {
         places.until_ms = now_ms.saturating_add(ms(PLACES_TTL));
         self.by_age.insert((places.until_ms, user.clone()));
         since
-    }
-
-    /// Leaves at most `max` of the user's: who is gone goes first, then the lowest, which are given.
-    fn make_room(&mut self, user: &Arc<str>, max: usize, is_there: impl Fn(&str) -> bool) -> Vec<Arc<str>> {
-        let Some(places) = self.places.get_mut(user).filter(|places| places.of.len() > max) else {
-            return Vec::new();
-        };
-        let gone: Vec<Holder> = places.of.keys().filter(|holder| !is_there(&holder.life)).cloned().collect();
-        for holder in &gone {
-            places.take(holder);
-        }
-        let mut replaced = Vec::new();
-        while places.of.len() > max {
-            let Some((_, lowest)) = places.by_since.pop_first() else { break };
-            places.of.remove(&lowest);
-            replaced.push(lowest.session);
-        }
-        replaced
     }
 
     /// Gives up the place of a session of this node, if it has one.
@@ -183,6 +185,24 @@ impl FleetState {
 }
 
 impl Places {
+    /// Leaves at most `max`: who is gone goes first, then the lowest, which are given.
+    fn make_room(&mut self, max: usize, is_there: impl Fn(&str) -> bool) -> Vec<Arc<str>> {
+        if self.of.len() <= max {
+            return Vec::new();
+        }
+        let gone: Vec<Holder> = self.of.keys().filter(|holder| !is_there(&holder.life)).cloned().collect();
+        for holder in &gone {
+            self.take(holder);
+        }
+        let mut replaced = Vec::new();
+        while self.of.len() > max {
+            let Some((_, lowest)) = self.by_since.pop_first() else { break };
+            self.of.remove(&lowest);
+            replaced.push(lowest.session);
+        }
+        replaced
+    }
+
     fn take(&mut self, holder: &Holder) {
         if let Some(since) = self.of.remove(holder) {
             self.by_since.remove(&(since, holder.clone()));

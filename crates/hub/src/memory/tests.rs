@@ -266,6 +266,31 @@ async fn a_node_whose_link_is_down_counts_as_gone_to_all_but_itself() {
     assert_eq!(replaced(&a, &mut link).await, ["b1".into(), "a1".into()]);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_node_that_falls_silent_counts_as_gone_until_it_reports_again_though_its_link_stands() {
+    const TTL: Duration = Duration::from_secs(20);
+    let log = log_of(CONFIG);
+    let (a, b) = (log.node("a"), log.node("b"));
+    let mut link = a.link();
+    a.claim(claims("u", &["a1"]), 2).await.unwrap();
+    let of_b = b.claim(claims("u", &["b1"]), 2).await.unwrap();
+    assert_eq!(b.report(String::new(), TTL).await.unwrap().before, None);
+    tokio::time::advance(TTL - Duration::from_millis(1)).await;
+    a.claim(claims("u", &["a2"]), 2).await.unwrap();
+    assert_eq!(replaced(&a, &mut link).await, ["a1".into()], "not silent for long enough");
+    tokio::time::advance(Duration::from_millis(1)).await;
+    a.claim(claims("u", &["a3"]), 2).await.unwrap();
+    assert_eq!(replaced(&a, &mut link).await, [], "b1 went");
+    b.report(String::new(), TTL).await.unwrap();
+    let again = vec![Claim { since: Some(of_b[0].since), ..claims("u", &["b1"]).remove(0) }];
+    assert!(!b.claim(again, 3).await.unwrap()[0].replaced);
+    a.claim(claims("u", &["a4"]), 3).await.unwrap();
+    assert_eq!(replaced(&a, &mut link).await, ["b1".into()], "and stands at its old place again: the lowest");
+    // Who leaves in order leaves nothing behind.
+    b.retire().await.unwrap();
+    assert_eq!(b.report(String::new(), TTL).await.unwrap().before, None);
+}
+
 #[tokio::test]
 async fn a_text_nobody_takes_counts_with_its_length() {
     let log = log_of(CONFIG);
