@@ -1,6 +1,6 @@
 //! What the nodes of a fleet know of each other. Decides what a node says of itself and when
-//! (`said`, `recent`); `placement` watches where the balancer in front puts clients, `view` is what
-//! people are shown. Whether anybody is to move because of it is decided by `balance`.
+//! (`said`, `recent`); `namesake` sees whether its name is its own; `placement` watches where the balancer in
+//! front puts clients, `view` is what people are shown. Whether anybody is to move because of it is decided by `balance`.
 //!
 //! Reports travel through the backplane and are seconds old: nothing on a client's path waits for
 //! them, and with no backplane a node soon knows of nobody but itself. A report that has expired is
@@ -15,6 +15,7 @@ use arc_swap::ArcSwapOption;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
+use self::namesake::{Complaint, Namesake};
 use self::placement::Placement;
 use self::recent::Recent;
 use self::said::{FORM, Said};
@@ -29,6 +30,7 @@ use crate::refusal::RefusalCode;
 use crate::session::SessionInfo;
 use crate::telemetry::LbPolicy;
 
+mod namesake;
 mod placement;
 mod recent;
 mod said;
@@ -99,6 +101,8 @@ pub struct Fitness {
 pub(crate) struct Snapshot {
     /// Without this node's own.
     others: Vec<(Report, Option<Said>)>,
+    /// Another process under this node's name.
+    namesake: Option<Namesake>,
     /// As it was sent.
     own: Said,
     hold: Option<Hold>,
@@ -114,12 +118,27 @@ impl Snapshot {
         let now_ms = self.now_ms.saturating_add(u64::try_from(self.read_at.elapsed().as_millis()).unwrap_or(u64::MAX));
         self.hold.as_ref().filter(|hold| hold.until_ms > now_ms)
     }
+
+    /// What all others said, a namesake too; `None` for a report that this version cannot read.
+    fn all_others(&self) -> impl Iterator<Item = (&Report, Option<&Said>)> {
+        let namesake = self.namesake.iter().map(|namesake| (&namesake.report, Some(&namesake.said)));
+        self.others.iter().map(|(report, said)| (report, said.as_ref())).chain(namesake)
+    }
+}
+
+/// A process of the fleet, as its report names it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Peer {
+    pub node: Arc<str>,
+    /// Tells it from others of its name; `None`: its report cannot be read.
+    pub boot: Option<Arc<str>>,
 }
 
 /// What this node knows of its fleet.
 pub(crate) struct Fleet {
     pub config: FleetConfig,
-    boot: String,
+    /// Of this process; drawn at its start.
+    pub boot: String,
     started_at: u64,
     snapshot: ArcSwapOption<Snapshot>,
     recent: Recent,
@@ -139,6 +158,8 @@ struct Health {
     /// Reporting has failed since then.
     failing_since: Option<Instant>,
     erred_at: Option<Instant>,
+    /// Another process has this node's name.
+    complaint: Complaint,
 }
 
 impl Fleet {
@@ -156,10 +177,14 @@ impl Fleet {
         }
     }
 
-    /// All other nodes that were there when the backplane was last asked; `None`: it never answered.
-    pub fn others(&self) -> Option<Vec<Arc<str>>> {
+    /// All others that were there when the backplane was last asked; `None`: it never answered.
+    pub fn others(&self) -> Option<Vec<Peer>> {
         let snapshot = self.snapshot.load_full()?;
-        Some(snapshot.others.iter().map(|(report, _)| report.node.clone()).collect())
+        let peer = |(report, said): (&Report, Option<&Said>)| Peer {
+            node: report.node.clone(),
+            boot: said.map(|said| said.boot.as_str().into()),
+        };
+        Some(snapshot.all_others().map(peer).collect())
     }
 
     /// What those of the others that were ready when the fleet was last read accept a second of
@@ -168,10 +193,9 @@ impl Fleet {
     pub fn takers(&self, n_sessions: usize) -> (f64, usize) {
         let Some(snapshot) = self.snapshot.load_full() else { return (0.0, 0) };
         let fresh = snapshot
-            .others
-            .iter()
+            .all_others()
             .filter(|(report, _)| report.age <= FRESH * self.config.report_every)
-            .filter_map(|(_, said)| said.as_ref());
+            .filter_map(|(_, said)| said);
         let (mut ready, mut n_leaving) = (Vec::new(), 0);
         for said in fresh {
             match said.phase() {
@@ -188,9 +212,9 @@ impl Fleet {
         let snapshot = self.snapshot.load();
         let Some(snapshot) = snapshot.as_ref() else { return false };
         let since = snapshot.read_at.elapsed();
-        snapshot.others.iter().any(|(report, said)| {
+        snapshot.all_others().any(|(report, said)| {
             let is_fresh = report.age + since <= FRESH * self.config.report_every;
-            is_fresh && said.as_ref().is_some_and(|said| said.phase() == Some(Phase::Draining))
+            is_fresh && said.is_some_and(|said| said.phase() == Some(Phase::Draining))
         })
     }
 
@@ -307,8 +331,10 @@ pub(crate) async fn refresh(hub: &Hub) -> Result<(), Unavailable> {
         }
         (report, said)
     });
+    let earlier = fleet.snapshot.load_full();
     let snapshot = Snapshot {
         others: others.collect(),
+        namesake: Namesake::find(known.before, earlier.as_deref(), &own, fleet.config.ttl),
         own,
         hold: known.hold,
         birth_ms: known.birth_ms,
@@ -317,12 +343,30 @@ pub(crate) async fn refresh(hub: &Hub) -> Result<(), Unavailable> {
     };
     let snapshot = Arc::new(snapshot);
     fleet.snapshot.store(Some(snapshot.clone()));
+    complain(hub, &snapshot);
     observe(hub, &snapshot);
     Ok(())
 }
 
 fn unanswered() -> Unavailable {
     Unavailable("it does not answer".to_owned())
+}
+
+/// Says, not too often, that this node's name is another's too. It serves all the same: whoever has the
+/// name by right cannot be told from here.
+fn complain(hub: &Hub, snapshot: &Snapshot) {
+    let Some(namesake) = &snapshot.namesake else { return };
+    if hub.fleet.health().complaint.is_due(Instant::now()) {
+        tracing::error!(
+            node = &*hub.config.node,
+            boot = hub.fleet.boot,
+            others_boot = namesake.said.boot,
+            others_sessions = namesake.said.sessions,
+            others_started_at = namesake.said.started_at,
+            "another process reports under this node's name, so the fleet sees only one of them at a time: give each \
+             node a GATEWAY_NODE of its own, or leave it unset"
+        );
+    }
 }
 
 /// Looks at where the balancer in front has put clients, and says so when it seems to go by
@@ -406,11 +450,11 @@ impl Hub {
         if let Some(snapshot) = self.fleet.snapshot.load_full() {
             let since = snapshot.read_at.elapsed();
             let others = snapshot
-                .others
-                .iter()
-                .filter_map(|(report, said)| Some(view::node(report.node.clone(), said.as_ref()?, report.age + since)));
+                .all_others()
+                .filter_map(|(report, said)| Some(view::node(report.node.clone(), said?, report.age + since)));
             nodes.extend(others.filter(|node| node.age < self.fleet.config.ttl));
         }
+        // Stable: this node stands before one of its name.
         nodes.sort_by(|a, b| a.node.cmp(&b.node));
         let own = nodes.iter().position(|node| node.node == self.config.node).expect("it was put there");
         let (nodes, figures) = view::evened(nodes, own);
@@ -462,7 +506,7 @@ impl Hub {
         }
     }
 
-    /// The fleet as the balancing sees it.
+    /// The fleet as the balancing sees it. Without a namesake: it tells nodes apart by their names.
     pub(crate) fn seen(&self) -> View {
         let failing_since = self.fleet.failing_since().or_else(|| (!self.place.state().is_live).then(Instant::now));
         let Some(snapshot) = self.fleet.snapshot.load_full() else {

@@ -1,10 +1,11 @@
 //! The roll call: which sessions are open over the whole fleet, the end of some of them, or of one
 //! channel in them. Decides how nodes are asked, what each may answer, and how long is waited for whom.
 //!
-//! A node asks all others with one text through the backplane, and each answers with one. Which
-//! ones must answer the fleet's reports say; who has not within half a second is named as missing,
-//! and nobody waits longer for it. Texts may be lost, late, foreign or of another version: those
-//! are ignored. A node asked while its own link is down is missing, too.
+//! A node asks all others with one text through the backplane, and each answers with one. Texts go by the
+//! nodes' names; who wrote one, and whom an answer is for, its boot tells, so that two processes under one name
+//! answer each other too. Which ones must answer the fleet's reports say; who has not within half a
+//! second is named as missing, and nobody waits longer for it. Texts may be lost, late, foreign or of another
+//! version: those are ignored. A node asked while its own link is down is missing, too.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +19,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::channel::Channel;
 use crate::close::CloseReason;
 use crate::departure::{Departure, Who};
-use crate::fleet;
+use crate::fleet::{self, Peer};
 use crate::handle::GatewayHandle;
 use crate::hub::Hub;
 use crate::inbound::{self, Had};
@@ -68,7 +69,8 @@ pub struct SessionView {
 pub struct Roll {
     /// The oldest first.
     pub sessions: Vec<SessionView>,
-    /// Nodes that did not answer in time: their sessions are not known.
+    /// Nodes that did not answer in time: their sessions are not known. By name; this node's own where another
+    /// process of its name did not.
     pub missing: Vec<String>,
     /// A node has more than fit its answer.
     pub truncated: bool,
@@ -148,9 +150,35 @@ struct Letter {
     v: u32,
     /// Which call, by the asker's count.
     call: u64,
-    from: String,
+    #[serde(flatten)]
+    from: Sender,
+    /// An answer: for which process of the name it is sent to. Empty, as in an earlier version's: for any.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    to: String,
     #[serde(flatten)]
     body: Body,
+}
+
+/// Who wrote a text.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+struct Sender {
+    #[serde(rename = "from")]
+    node: String,
+    /// Empty in an earlier version's.
+    #[serde(default)]
+    boot: String,
+}
+
+impl Sender {
+    fn own(hub: &Hub) -> Self {
+        Self { node: hub.config.node.as_ref().to_owned(), boot: hub.fleet.boot.clone() }
+    }
+
+    /// Where one of the two does not say which process it is, the name has to do.
+    fn is(&self, peer: &Peer) -> bool {
+        let is_boot = |boot: &str| self.boot.is_empty() || *self.boot == *boot;
+        *self.node == *peer.node && peer.boot.as_deref().is_none_or(is_boot)
+    }
 }
 
 #[derive(Serialize, Deserialize)]
@@ -207,7 +235,7 @@ struct Answer {
 /// The calls of a node and the texts that came for it.
 pub(crate) struct Rolls {
     n_calls: AtomicU64,
-    calls: Mutex<HashMap<u64, mpsc::Sender<(String, Answer)>>>,
+    calls: Mutex<HashMap<u64, mpsc::Sender<(Sender, Answer)>>>,
     texts: mpsc::Sender<String>,
     /// The task's end, until the task has it.
     heard: Mutex<Option<mpsc::Receiver<String>>>,
@@ -217,7 +245,7 @@ pub(crate) struct Rolls {
 struct Call<'a> {
     rolls: &'a Rolls,
     id: u64,
-    answers: mpsc::Receiver<(String, Answer)>,
+    answers: mpsc::Receiver<(Sender, Answer)>,
 }
 
 impl Rolls {
@@ -245,7 +273,7 @@ impl Rolls {
         Ok(Call { rolls: self, id, answers })
     }
 
-    fn answered(&self, call: u64, from: String, answer: Answer) {
+    fn answered(&self, call: u64, from: Sender, answer: Answer) {
         let calls = self.calls.lock().expect("no panic while the calls are held");
         if let Some(call) = calls.get(&call) {
             let _ = call.try_send((from, answer));
@@ -264,28 +292,28 @@ async fn call(hub: &Arc<Hub>, task: &Task, of: Whom) -> Result<(Vec<Answer>, Vec
     let deadline = Instant::now() + PATIENCE;
     let mut call = hub.rolls.begin()?;
     let mut answers = vec![answer(hub, task, of.clone().into())];
-    let letter = letter(hub, call.id, Body::Ask { task: task.clone(), of });
+    let letter = letter(hub, call.id, String::new(), Body::Ask { task: task.clone(), of });
     // Together: nobody has to be known to be asked.
     let (told, fresh) =
         tokio::join!(timeout_at(deadline, hub.backplane.tell(None, letter)), timeout_at(deadline, fleet::refresh(hub)));
     if !matches!((told, fresh), (Ok(Ok(())), Ok(Ok(())))) {
         tracing::debug!("the fleet could not be asked in time; who is missing is as it was last known");
     }
-    let others = hub.fleet.others().ok_or(RollError::UnknownFleet)?;
-    let mut missing: BTreeSet<String> = others.iter().map(|node| node.as_ref().to_owned()).collect();
+    let mut missing = hub.fleet.others().ok_or(RollError::UnknownFleet)?;
     let mut heard = BTreeSet::new();
     while !missing.is_empty() {
         let Ok(Some((from, answer))) = timeout_at(deadline, call.answers.recv()).await else { break };
-        missing.remove(&from);
+        missing.retain(|peer| !from.is(peer));
         if heard.insert(from) {
             answers.push(answer);
         }
     }
+    let missing: BTreeSet<String> = missing.iter().map(|peer| peer.node.as_ref().to_owned()).collect();
     Ok((answers, missing.into_iter().collect()))
 }
 
-fn letter(hub: &Hub, call: u64, body: Body) -> String {
-    let letter = Letter { v: FORM, call, from: hub.config.node.as_ref().to_owned(), body };
+fn letter(hub: &Hub, call: u64, to: String, body: Body) -> String {
+    let letter = Letter { v: FORM, call, from: Sender::own(hub), to, body };
     serde_json::to_string(&letter).expect("names and numbers always become JSON")
 }
 
@@ -303,15 +331,17 @@ pub(crate) async fn run(hub: Arc<Hub>) {
 
 async fn read(hub: &Arc<Hub>, letter: Letter) {
     // What is told to all comes back; of this node's own sessions the asker knows already.
-    if letter.from == *hub.config.node {
+    let Letter { call, from, to, body, .. } = letter;
+    if from == Sender::own(hub) {
         return;
     }
-    match letter.body {
-        Body::Answer(answer) => hub.rolls.answered(letter.call, letter.from, answer),
+    match body {
+        Body::Answer(_) if !to.is_empty() && to != hub.fleet.boot => {}
+        Body::Answer(answer) => hub.rolls.answered(call, from, answer),
         Body::Ask { task, of } => {
-            let text = self::letter(hub, letter.call, Body::Answer(answer(hub, &task, of.into())));
+            let text = self::letter(hub, call, from.boot, Body::Answer(answer(hub, &task, of.into())));
             // Lost, this node is missing in that call.
-            if let Err(error) = hub.backplane.tell(Some(letter.from.into()), text).await {
+            if let Err(error) = hub.backplane.tell(Some(from.node.into()), text).await {
                 tracing::debug!(%error, "a node could not be answered");
             }
         }

@@ -3,6 +3,7 @@ use super::*;
 use crate::backplane::{Backplane, Publish};
 use crate::channel::Channel;
 use crate::cursor::EventId;
+use crate::testing::lines::Lines;
 use crate::testing::mute::Answers;
 use crate::testing::{BEGINNING, Node, Testing, until};
 
@@ -74,6 +75,53 @@ async fn nodes_know_of_each_other_and_forget_who_is_silent() {
     until("they meet again", || names(&a).len() == 2 && names(&b).len() == 2).await;
 }
 
+/// As of a container that was killed and started again under its name.
+#[tokio::test(start_paused = true)]
+async fn a_predecessors_report_is_nobodys_and_nothing_is_said() {
+    let testing = Testing::new(0);
+    let lines = Lines::listen();
+    let killed = testing.node("a").await;
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    killed.memory.set_reachable(false);
+    let a = testing.node("a").await;
+    for _ in 0..5 {
+        refresh(&a.hub).await.unwrap();
+        assert_eq!((names(&a), a.hub.fleet.others().unwrap()), (vec![row("a", 0, "serving")], vec![]));
+        tokio::time::sleep(Duration::from_secs(3)).await;
+    }
+    assert_eq!(lines.with("ERROR"), [""; 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_name_that_two_nodes_have_is_said_once_a_minute_and_both_are_shown() {
+    let testing = Testing::new(0);
+    let lines = Lines::listen();
+    let (a, b) = (testing.node("gw").await, testing.node("gw").await);
+    let _open = [b.open("1"), b.open("2")];
+    until("each knows of the other", || names(&a).len() == 2 && names(&b).len() == 2).await;
+    until("as it is now", || names(&a)[1] == row("gw", 2, "serving")).await;
+    assert_eq!(names(&a), [row("gw", 0, "serving"), row("gw", 2, "serving")], "the own one first");
+    assert_eq!(a.hub.fleet().figures.n_sessions, 2);
+    // Read at once and again: the report under the name is its own, and the other is known all the same.
+    for _ in 0..3 {
+        refresh(&a.hub).await.unwrap();
+        assert_eq!(names(&a).len(), 2);
+    }
+    let said = || lines.with("GATEWAY_NODE").len();
+    assert!(
+        lines.with("GATEWAY_NODE").iter().all(|line| line.starts_with("ERROR ")),
+        "{:?}",
+        lines.with("GATEWAY_NODE")
+    );
+    assert_eq!(said(), 2, "each said it");
+    tokio::time::sleep(Duration::from_secs(150)).await;
+    assert_eq!(said(), 6, "{:?}", lines.with("GATEWAY_NODE"));
+    b.memory.set_reachable(false);
+    until("who is silent is forgotten", || names(&a).len() == 1).await;
+    refresh(&a.hub).await.unwrap();
+    assert_eq!(a.hub.fleet.others().unwrap(), []);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_drain_is_told_at_once_and_the_end_leaves_no_report() {
     let testing = Testing::new(0);
@@ -97,7 +145,7 @@ async fn reports_of_another_form_are_not_counted_but_their_nodes_are_known() {
         foreign.report(body.to_owned(), Duration::from_secs(20)).await.unwrap();
         refresh(&a.hub).await.unwrap();
         assert_eq!(names(&a).len(), 1, "{body}");
-        assert_eq!(a.hub.fleet.others().unwrap(), ["z".into()]);
+        assert_eq!(a.hub.fleet.others().unwrap(), [Peer { node: "z".into(), boot: None }]);
     }
     // A later version says more.
     let mut more = serde_json::to_value(said(&a.hub)).unwrap();

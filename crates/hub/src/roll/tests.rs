@@ -1,5 +1,5 @@
 use super::*;
-use crate::backplane::Backplane;
+use crate::backplane::{Backplane, FromLink};
 use crate::testing::{BEGINNING, Node, Testing, endings, identity, settle};
 
 fn user(name: &str) -> Who {
@@ -98,6 +98,60 @@ async fn a_channel_is_taken_off_wherever_it_is_heard_and_the_sessions_stay() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn two_nodes_of_one_name_do_what_either_is_asked_and_mistake_no_answer() {
+    let testing = Testing::new(0);
+    let (a, b, c) = (testing.node("gw").await, testing.node("gw").await, testing.node("c").await);
+    known(&[&a, &b, &c, &a]).await;
+    let open = [a.open("42"), b.open("42"), b.open("43"), c.open("42"), c.open("43")];
+    // Both calls are the first of their asker, and all answers to them come to one name.
+    let (mine, yours) = (a.hub.handle(), b.hub.handle());
+    let (of_42, of_43) = tokio::join!(mine.sessions(user("42")), yours.sessions(user("43")));
+    let users = |roll: Roll| roll.sessions.into_iter().map(|session| session.user.unwrap()).collect::<Vec<_>>();
+    assert_eq!((users(of_42.unwrap()), users(of_43.unwrap())), (vec!["42".to_owned(); 3], vec!["43".to_owned(); 2]));
+    assert_eq!(a.hub.handle().end_sessions(user("42")).await.unwrap(), Ended { n_ended: 3, missing: vec![] });
+    settle().await;
+    let kicked = Some(CloseReason::Kicked);
+    assert_eq!(endings(&open), [kicked, kicked, None, kicked, None]);
+    // Neither of the two is taken for the other.
+    b.memory.cut_link();
+    let ended = a.hub.handle().end_sessions(user("43")).await.unwrap();
+    assert_eq!(ended, Ended { n_ended: 1, missing: vec!["gw".into()] });
+}
+
+/// Letters of earlier versions do not say which process of a name wrote them.
+#[tokio::test(start_paused = true)]
+async fn an_earlier_versions_letters_are_obeyed_and_its_answers_count() {
+    let testing = Testing::new(0);
+    let a = testing.node("a").await;
+    let earlier = testing.log.node("z");
+    let mut link = earlier.link();
+    let report = serde_json::json!({
+        "v": 1, "sessions": 1, "capacity": 1, "phase": "serving", "version": "0", "boot": "1", "started_at": 1,
+        "accept_rate": 1.0
+    });
+    earlier.report(report.to_string(), Duration::from_secs(20)).await.unwrap();
+    known(&[&a]).await;
+    let handle = a.hub.handle();
+    let answer = async {
+        let call = loop {
+            let Some(FromLink::Told(text)) = link.recv().await else { continue };
+            break serde_json::from_str::<serde_json::Value>(&text).unwrap()["call"].clone();
+        };
+        let text = serde_json::json!({"v": 1, "call": call, "from": "z", "answer": {"ended": 7}});
+        earlier.tell(Some("a".into()), text.to_string()).await.unwrap();
+    };
+    let (ended, ()) = tokio::join!(handle.end_sessions(user("42")), answer);
+    assert_eq!(ended.unwrap(), Ended { n_ended: 7, missing: vec![] });
+    let open = [a.open("42"), a.open("43")];
+    for (from, user) in [("z", "42"), ("a", "43")] {
+        let ask = serde_json::json!({"v": 1, "call": 0, "from": from, "ask": {"task": "end", "of": {"user": user}}});
+        earlier.tell(None, ask.to_string()).await.unwrap();
+    }
+    settle().await;
+    assert_eq!(endings(&open), [Some(CloseReason::Kicked); 2], "also of one that has this node's name");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_node_that_does_not_answer_is_missing_and_nobody_waits_longer() {
     let testing = Testing::new(0);
     let (a, b) = (testing.node("a").await, testing.node("b").await);
@@ -174,7 +228,7 @@ async fn texts_of_strangers_end_nobody_and_hold_nobody_up() {
         r#"{"v":1,"call":0,"from":"z","ask":{"task":{"unsubscribe":{"channel":"no name"}},"of":"all"}}"#.to_owned(),
         r#"{"v":1,"call":0,"from":"b","answer":{"sessions":[7]}}"#.to_owned(),
         r#"{"v":1,"call":99,"from":"b","answer":{"ended":7}}"#.to_owned(),
-        r#"{"v":1,"call":0,"from":"b","ask":{"task":"end","of":{"user":"42"}}}"#.to_owned(),
+        ask(1, "end").replace(r#""from":"z""#, &format!(r#""from":"b","boot":"{}""#, b.hub.fleet.boot)),
     ] {
         a.memory.tell(Some("b".into()), text.clone()).await.unwrap();
     }
