@@ -1,6 +1,9 @@
 //! From the environment's words to what each part is told: every part receives its own typed
 //! settings by value, and nobody stores the whole. Decides what of a valid configuration this build
-//! cannot do, and says so at the start rather than do something else.
+//! cannot do, and says so at the start rather than do something else; and how the descriptors that the system
+//! allows are shared out (`descriptors`).
+
+mod descriptors;
 
 use std::fs;
 use std::io::{self, Write};
@@ -29,8 +32,7 @@ use tokio::time::Instant;
 use crate::config::{self, AcceptMode, Config, Key, Origins, RedisScheme};
 use crate::run::{Addresses, RunError};
 
-/// Descriptors that are not clients': listeners, Redis, probes, logs, the runtime.
-const RESERVED_DESCRIPTORS: usize = 256;
+pub use descriptors::{capacity, fit};
 
 /// The longest time without an id before a quiet session is told its position (contract).
 const POSITION_AT_MOST: Duration = Duration::from_secs(5 * 60);
@@ -59,23 +61,6 @@ pub fn refuse_what_is_not_there(config: &Config) -> Result<(), RunError> {
 pub fn seed() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(std::process::id())
-}
-
-/// `GATEWAY_MAX_SESSIONS`, lowered to what the descriptor limit allows.
-pub fn capacity(config: &Config) -> usize {
-    let asked = config.session.max_sessions;
-    let Some(descriptors) = max_descriptors() else { return asked };
-    let room = descriptors.saturating_sub(RESERVED_DESCRIPTORS).max(1);
-    if asked > room {
-        tracing::warn!(asked, room, descriptors, "GATEWAY_MAX_SESSIONS is lowered to what the descriptor limit allows");
-    }
-    asked.min(room)
-}
-
-fn max_descriptors() -> Option<usize> {
-    let limits = fs::read_to_string("/proc/self/limits").ok()?;
-    let line = limits.lines().find(|line| line.starts_with("Max open files"))?;
-    line.split_whitespace().nth(3)?.parse().ok()
 }
 
 /// Says where it listens: one line on stderr, and the file that scripts read.

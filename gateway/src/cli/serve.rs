@@ -11,6 +11,7 @@ use super::traces::Traces;
 use super::{CliError, logging};
 use crate::config::{Config, Purpose, process_environment};
 use crate::run::{self, Listening, RunError, Stop, Surroundings};
+use crate::settings;
 
 /// Threads that still hold something after the gateway has ended are not waited for longer.
 const RUNTIME_END: Duration = Duration::from_secs(1);
@@ -48,7 +49,7 @@ pub fn start(
     for warning in config.warnings() {
         tracing::warn!(variables = warning.names.join(","), "{}", warning.why);
     }
-    let ended = runtime.block_on(serve(config, plugins, listening, console_token));
+    let ended = runtime.block_on(serve(settings::fit(config), plugins, listening, console_token));
     if let Some(traces) = traces {
         traces.end();
     }
