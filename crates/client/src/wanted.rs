@@ -273,6 +273,9 @@ impl Wish {
 }
 
 #[cfg(test)]
+mod model;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -368,8 +371,10 @@ mod tests {
         wanted.ready(&[]);
         assert_eq!(wanted.next_ask(), Some(ask(names[n_fit], names[n_fit], Some("20-0"))));
         wanted.lost(Some("30-0"));
-        // Those that fitted stand where that session stood; the others still where they were left.
-        assert_eq!(wanted.dialled(Some("30-0")), names[..n_fit]);
+        // Those that fitted stand where that session stood; the others still where they were left,
+        // whatever room there is for them now.
+        wanted.leave(leave("9", names[0]));
+        assert_eq!(wanted.dialled(Some("30-0")), names[1..n_fit]);
         wanted.ready(&[]);
         for name in &names[n_fit..] {
             assert_eq!(wanted.next_ask(), Some(ask(name, name, Some("20-0"))));
