@@ -21,7 +21,7 @@ const clients = []; // all of them, also those of a test that failed
 
 const names = (n) => upTo(n).map((i) => `c${i}`);
 
-/** A client whose draws are short; `of` gives what it heard, `links` its connections, `said` what it sent. */
+/** A client whose draws are short; `of` gives what it heard. */
 function follow(to, options) {
   const [links, said, heard] = [[], [], []];
   class Socket extends WebSocket {
@@ -40,7 +40,8 @@ function follow(to, options) {
       links.push(this);
     }
   }
-  const tide = connect(`http://${to.public}`, { WebSocket: Socket, EventSource: Stream, random: () => 0.01, ...options });
+  const ours = { WebSocket: Socket, EventSource: Stream, random: () => 0.01 };
+  const tide = connect(`http://${to.public}`, { ...ours, ...options });
   tide.on("*", (message) => heard.push(message));
   clients.push(tide);
   const of = (type) => heard.filter((message) => message.type === type);

@@ -201,9 +201,12 @@ class Tide {
     const gone = (code) => link === this.#link && this.#gone(link, code);
     if (sse) {
       const source = new Kind(this.#endpoint(link), { withCredentials: !!this.#options.credentials });
-      link.close = () => source.close(); // it would come back by its own rules otherwise
+      link.close = () => source.close();
       for (const type of TYPES) source.addEventListener(type, (event) => hear(event.data, event.lastEventId));
-      source.addEventListener("error", () => gone(0));
+      source.addEventListener("error", () => {
+        source.close(); // it would come back by its own rules, beside us
+        gone(0);
+      });
     } else {
       const protocols = this.#token ? [["tidegate.v1", `bearer.${this.#token}`]] : [];
       const socket = new Kind(this.#endpoint(link), ...protocols);

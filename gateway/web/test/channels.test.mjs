@@ -208,6 +208,12 @@ test("over SSE a bye closes the stream and is obeyed", async () => {
   assert.equal((await next()).query.last_event_id, "6-0");
 });
 
+test("a stream that broke is closed, as it would come back by itself beside the next one", async () => {
+  await start({ transport: "sse" });
+  links[0].open("5-0").end();
+  assert.equal(links[0].closed, true);
+});
+
 /** Plays an SSE gateway that grants all but `refused`, until the client makes no more attempts. */
 async function play(refused) {
   for (let n_quiet = 0; n_quiet < 200; n_quiet++) {
