@@ -133,7 +133,7 @@ class Tide {
   auth(token) {
     const ref = String(++this.#refs);
     this.#use(token);
-    if (this.#link?.opened) this.#link.send?.({ type: "auth", ref, token });
+    if (this.#link?.opened) this.#authenticate(this.#link, ref);
     return ref;
   }
 
@@ -319,6 +319,18 @@ class Tide {
     }, this.#random() * Math.min(in_ms / 4, 5_000));
   }
 
+  #authenticate(link, ref) {
+    clearTimeout(link.timers.auth);
+    link.auth_ref = ref;
+    link.send?.({ type: "auth", ref, token: this.#token });
+  }
+
+  // The token is as good as before; who could say so was away.
+  #authenticate_later(link, ref, after_ms = ASK_AGAIN_MS) {
+    const wait = after_ms + this.#random() * ASK_AGAIN_MS;
+    link.timers.auth = setTimeout(() => link === this.#link && this.#authenticate(link, ref), wait);
+  }
+
   // ---- later channels
 
   #wish(ref, channel, since) {
@@ -355,6 +367,7 @@ class Tide {
 
   #answered(link, { type, ref, channel, code, retry, after_ms }) {
     if (ref === undefined) return this.#joined(link, channel);
+    if (ref === link.auth_ref && type === "error" && retry) return this.#authenticate_later(link, ref, after_ms);
     for (const asks of [this.#wanted, this.#left]) {
       const [name, ask] = [...asks].find(([, ask]) => ask.ref === ref) ?? [];
       if (!ask) continue;

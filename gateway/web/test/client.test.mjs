@@ -131,6 +131,22 @@ test("an expiring token is renewed in the open session", async () => {
   assert.deepEqual(links[0].sent, [{ type: "auth", ref: "1", token: "t1" }]);
 });
 
+test("a token that could not be checked is sent again, until it was or another took its place", async () => {
+  const tide = await start({ token: "t0" });
+  const link = links[0].open();
+  const ref = tide.auth("t1");
+  link.say({ type: "error", ref, code: "unavailable", retry: true });
+  await pass(2_000);
+  assert.deepEqual(link.sent, [1, 2].map(() => ({ type: "auth", ref, token: "t1" })));
+  link.say({ type: "error", ref, code: "rate_limited", retry: true, after_ms: 3_000 });
+  const next = tide.auth("t2");
+  await pass(10_000);
+  assert.deepEqual(link.sent.slice(2), [{ type: "auth", ref: next, token: "t2" }]);
+  link.say({ type: "error", ref: next, code: "token_invalid", retry: false });
+  await pass(10_000);
+  assert.equal(link.sent.length, 3);
+});
+
 test("a token function that fails is asked again later", async () => {
   let tokens = 0;
   const tide = await start({
