@@ -1,39 +1,92 @@
 //! What is said together with a position or of a channel that goes is true in the moment in which it is
 //! queued, whatever is delivered meanwhile on another thread.
 
+use std::collections::VecDeque;
+use std::sync::atomic::AtomicUsize;
 use std::thread;
 
 use crate::cursor::EventId;
-use crate::event::{Event, Run};
+use crate::event::{Event, Run, Wire};
 use crate::message::Unsubscribed;
 use crate::session::{Offer, Route, SubStage};
+use crate::testing::items;
 
 use super::*;
 
-const N_ROUNDS: usize = 300;
+const N_ROUNDS: usize = 150;
+/// Events that are made before each round, so that they come as fast as they can: from shortly before the
+/// moment in question until some time after it.
+const N_READY: usize = 800;
 
-/// Offers events of `a` and of `b` in turns, ids rising by one millisecond, until told to stop.
-fn deliver(node: &Node, open: &Open, stop: &AtomicBool) {
+/// When events are delivered.
+#[derive(Default)]
+struct Gate {
+    is_open: AtomicBool,
+    /// All are made, and none is delivered any more.
+    is_ready: AtomicBool,
+    is_over: AtomicBool,
+    n_delivered: AtomicUsize,
+}
+
+impl Gate {
+    /// Opens it, if it is not; a few events are through then.
+    fn open(&self) {
+        let enough = self.n_delivered.load(Ordering::SeqCst) + 4;
+        self.is_open.store(true, Ordering::SeqCst);
+        while self.n_delivered.load(Ordering::SeqCst) < enough {
+            thread::yield_now();
+        }
+    }
+}
+
+/// Opens it whenever it is asked, which is right before a new token changes what the session hears.
+impl Plugin for Arc<Gate> {
+    fn name(&self) -> &'static str {
+        "gate"
+    }
+
+    fn may_subscribe(&self, _: &Identity, _: &Channel) -> Verdict {
+        self.open();
+        Verdict::Pass
+    }
+}
+
+/// Has who delivers come to an end, whatever the test comes to.
+struct Ends(Arc<Gate>);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.0.is_over.store(true, Ordering::SeqCst);
+        self.0.is_open.store(false, Ordering::SeqCst);
+    }
+}
+
+/// Offers events of `a` and of `b` in turns, ids rising by one millisecond, while the gate is open.
+fn deliver(node: &Node, open: &Open, gate: &Gate) {
     let session = open.session();
     let start = session.lock().position;
     let how = Offer { cap: node.hub.config.session.outbox_bytes, now: Instant::now(), route: Route::Driver };
-    let mut ids = (1..).map(|i| EventId { ms: start.ms + 1_000_000_000 + i, n: start.n });
-    while !stop.load(Ordering::SeqCst) {
-        // Made before, so that they come as fast as they can.
-        let runs: Vec<(usize, Run)> = (0..64)
-            .map(|i| {
-                let sub = i % 2;
-                let channel = Channel::new(["a", "b"][sub]).unwrap();
-                let run = Run::new(vec![Event { channel, id: ids.next(), name: None, data: "1".into() }]);
-                run.on(open.session().info.wire);
-                (sub, run)
-            })
-            .collect();
-        for (sub, run) in &runs {
-            session.offer(run, *sub, &how);
-        }
-        while session.is_overfull(32_000) && !stop.load(Ordering::SeqCst) {
+    let mut runs = (1..).map(|i| {
+        let channel = Channel::new(["a", "b"][i % 2]).unwrap();
+        let id = EventId { ms: start.ms + 1_000_000_000 + i as u64, n: start.n };
+        let run = Run::new(vec![Event { channel, id: Some(id), name: None, data: "1".into() }]);
+        run.on(Wire::Sse);
+        (run, i % 2)
+    });
+    let mut made = VecDeque::new();
+    while !gate.is_over.load(Ordering::SeqCst) {
+        made.extend(runs.by_ref().take(N_READY - made.len()));
+        gate.is_ready.store(true, Ordering::SeqCst);
+        while !gate.is_open.load(Ordering::SeqCst) && !gate.is_over.load(Ordering::SeqCst) {
             thread::yield_now();
+        }
+        gate.is_ready.store(false, Ordering::SeqCst);
+        while gate.is_open.load(Ordering::SeqCst) {
+            match made.pop_front() {
+                Some((run, sub)) => drop(session.offer(&run, sub, &how)),
+                None => thread::yield_now(),
+            }
+            gate.n_delivered.fetch_add(1, Ordering::SeqCst);
         }
     }
 }
@@ -66,67 +119,91 @@ impl Client {
     }
 }
 
-/// Has `act` done over and over while events are delivered, each time until it is answered; `b` is there anew
-/// each time.
-async fn amid_events(answer: &str, act: impl Fn(&Node, &Open)) {
-    let change = |config: &mut crate::hub::HubConfig| {
-        (config.session.client_rate, config.session.client_burst) = (1e6, 1e6);
-    };
-    let node = Testing::new(0).node_like("n", change).await;
+/// What is said until something says this. Nothing is made of it yet: others are to have no time to come to rest.
+async fn until_told(open: &Open, this: &str) -> Vec<String> {
+    let mut told: Vec<String> = Vec::new();
+    loop {
+        tokio::task::yield_now().await;
+        let before = told.len();
+        told.extend(items(open).iter().map(|item| String::from_utf8(item.on(Wire::Sse).to_vec()).unwrap()));
+        if told[before..].iter().any(|text| text.contains(this)) {
+            return told;
+        }
+    }
+}
+
+fn data(line: &str) -> Option<Value> {
+    Some(serde_json::from_str(line.strip_prefix("data: ")?).unwrap())
+}
+
+/// Has `act` done over and over, which opens the gate right before that of which something is said; `b` is
+/// there anew each time.
+async fn amid_events(answer: &str, act: impl Fn(&Node, &Open, &Gate)) {
+    let gate = Arc::new(Gate::default());
+    let node = Arc::new(Testing::new(0).node_extended("n", Plugins::new().with(gate.clone())).await);
     let identity = node.hub.verifier.verify(&token(&json!({"channels": ["a"]})), BEGINNING).unwrap();
-    let open = node.open_as((*identity).clone(), &["a"]);
+    let open = Arc::new(node.open_as((*identity).clone(), &["a"]));
     open.session().until(|state| state.resumed.is_some()).await;
     said(&open);
-    let (stop, b) = (Arc::new(AtomicBool::new(false)), Channel::new("b").unwrap());
-    let (node, open) = (Arc::new(node), Arc::new(open));
     let deliverer = thread::spawn({
-        let (node, open, stop) = (node.clone(), open.clone(), stop.clone());
-        move || deliver(&node, &open, &stop)
+        let (node, open, gate) = (node.clone(), open.clone(), gate.clone());
+        move || deliver(&node, &open, &gate)
     });
-    let mut client = Client::default();
+    let ends = Ends(gate.clone());
+    let (mut client, b) = (Client::default(), Channel::new("b").unwrap());
     for _ in 0..N_ROUNDS {
-        node.hub.join_channel(open.session(), &b, SubStage::Live);
-        // There is something to be lost.
-        let mut heard = Vec::new();
-        while !heard.iter().any(|m: &Value| m["channel"] == "b") {
-            heard.extend(said(&open));
+        while !gate.is_ready.load(Ordering::SeqCst) {
             thread::yield_now();
         }
-        act(&node, &open);
-        let mut rest = heard.len();
-        loop {
-            heard.extend(said(&open));
-            if words(&heard[rest..]).iter().any(|said| said.starts_with(answer)) {
-                break;
-            }
-            rest = heard.len();
-            tokio::task::yield_now().await;
-        }
+        node.hub.join_channel(open.session(), &b, SubStage::Live);
+        act(&node, &open, &gate);
+        let heard = until_told(&open, "\nevent: ").await;
+        gate.is_open.store(false, Ordering::SeqCst);
+        let heard: Vec<Value> = heard.iter().flat_map(|text| text.lines()).filter_map(data).collect();
+        assert!(words(&heard).iter().any(|said| said == answer), "{answer}");
         heard.iter().for_each(|m| client.is_told(m));
     }
-    stop.store(true, Ordering::SeqCst);
+    drop(ends);
     deliverer.join().unwrap();
     assert_eq!(open.session().ending(), None);
 }
 
+/// As the client says it, which may say as much as it likes here.
+fn asked(node: &Node, open: &Open, channel: &str, wish: Wish) {
+    asks::ask(&node.hub, open.session(), None, Channel::new(channel).unwrap(), wish, Instant::now());
+}
+
 #[tokio::test]
 async fn no_answer_of_a_channel_that_is_held_already_carries_an_id_below_an_event_before_it() {
-    amid_events("ok 1 a", |_, open| say(open, &json!({"type": "subscribe", "ref": 1, "channel": "a"}))).await;
+    let held = |node: &Node, open: &Open, gate: &Gate| {
+        asked(node, open, "a", Wish::Join(Since::Now));
+        gate.open();
+    };
+    amid_events("ok a", held).await;
 }
 
 #[tokio::test]
 async fn no_answer_to_a_new_token_carries_an_id_below_an_event_before_it() {
-    amid_events("ok auth", |_, open| auth(open, &json!({"channels": ["a", "b"]}))).await;
+    let token = token(&json!({"channels": ["a", "b"]}));
+    amid_events("ok", |node, open, _| super::super::token::auth(&node.hub, open.session(), None, &token)).await;
 }
 
 #[tokio::test]
 async fn who_leaves_a_channel_has_all_of_it_that_its_cursor_has_passed_until_it_is_told() {
-    amid_events("ok 1 b", |_, open| say(open, &json!({"type": "unsubscribe", "ref": 1, "channel": "b"}))).await;
+    let left = |node: &Node, open: &Open, gate: &Gate| {
+        asked(node, open, "b", Wish::Leave);
+        gate.open();
+    };
+    amid_events("ok b", left).await;
 }
 
 #[tokio::test]
 async fn whose_channel_is_taken_away_has_all_of_it_that_its_cursor_has_passed_until_it_is_told() {
-    amid_events("unsubscribed b", |node, open| withdraw(&node.hub, open.session(), Unsubscribed::Grant)).await;
+    amid_events("unsubscribed b grant", |node, open, _| withdraw(&node.hub, open.session(), Unsubscribed::Grant)).await;
     let b = Channel::new("b").unwrap();
-    amid_events("unsubscribed b", |node, open| assert_eq!(unsubscribe(&node.hub, open.session(), &b), Had::It)).await;
+    let taken = |node: &Node, open: &Open, gate: &Gate| {
+        gate.open();
+        assert_eq!(unsubscribe(&node.hub, open.session(), &b), Had::It);
+    };
+    amid_events("unsubscribed b admin", taken).await;
 }
