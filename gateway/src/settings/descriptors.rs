@@ -7,8 +7,8 @@
 
 use crate::config::Config;
 
-/// Not clients'. 256: 13 are in use without anybody, at most 32 by probes, the rest is for back ends and for
-/// connections that are just closing. Of a limit below 512 half: it has to do.
+/// Not clients'. 256: 22 are in use without anybody, 31 with Redis, at most 32 by probes, the rest is for back ends and
+/// for connections that are just closing. Of a limit below 512 half: it has to do.
 const RESERVED: usize = 256;
 /// Where not everything fits, a third of what is left is for handshakes, for who cannot begin one never becomes
 /// a session; but no more than this, twice the default, unless the sessions leave it over.
