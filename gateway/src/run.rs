@@ -2,8 +2,9 @@
 //! started before whom and what a start is refused for; what each part does stands in its crate.
 //!
 //! Order of the start: listeners (their addresses are known first) → probes on their own thread →
-//! backplane → hub → doors. Order of the stop: readiness falls, grace, closes, then the doors, then
-//! the node's tasks, and the probes last, for somebody may still be asking.
+//! backplane → hub → doors. Order of the stop: readiness falls, grace, closes, then the doors (a call
+//! of a back end that is under way is answered), then the node's tasks, and the probes last, for
+//! somebody may still be asking.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -162,7 +163,7 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
     listening(&addresses);
 
     let mut node = Node::assemble(&config, plugins, backplane, metrics, clock, dice, capacity)?;
-    let tasks = TaskTracker::new();
+    let (tasks, calls) = (TaskTracker::new(), TaskTracker::new());
     let doors_close = CancellationToken::new();
     tasks.spawn(doors_close.clone().run_until_cancelled_owned(vitals.clone().run_heartbeat()));
     tasks.spawn(doors_close.clone().run_until_cancelled_owned(follow_phase(node.hub.clone(), vitals.clone())));
@@ -184,7 +185,7 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
     tasks.spawn_on(doors_close.clone().run_until_cancelled_owned(vitals.clone().run_door_heartbeat()), door.runtime());
     let console = console(&addresses, console_token.as_deref().unwrap_or_default());
     let api = edge::admin::router(node.admin_state(&config, console));
-    tasks.spawn(accept::serve_api(doors.admin, api, tasks.clone(), doors_close.clone()));
+    calls.spawn(accept::serve_api(doors.admin, api, calls.clone(), doors_close.clone()));
 
     node.hub.start();
     node.hub.balance(settings::shed(&config));
@@ -194,6 +195,9 @@ pub async fn run(config: Config, plugins: Plugins, surroundings: Surroundings) -
         return ended;
     }
     doors_close.cancel();
+    // Each ends within its own grace. What is stored and not answered would be published twice.
+    calls.close();
+    calls.wait().await;
     node.hub.shut_down().await;
     vitals.set_phase(node.hub.phase());
     probes.stop();

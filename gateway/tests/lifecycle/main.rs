@@ -3,14 +3,15 @@
 //! what is on its way then), `grace` (how long whoever runs it waits), `gone` (who left while it
 //! stood still), `recycle` (ages), `shed` (moves to a node with room), `fleet` (when nobody is to
 //! move), `balancers` (all that behind HAProxy and nginx), `returns` (everybody at once), `endings`
-//! (every other reason with its words), `books` (what is counted is what is there), `probes` (what an
-//! orchestrator is told meanwhile).
+//! (every other reason with its words), `calls` (back ends that are in the middle of one), `books`
+//! (what is counted is what is there), `probes` (what an orchestrator is told meanwhile).
 //!
 //! A reason that no mechanism of this build gives (`overload`) has no test here; `replaced` is a
 //! fleet's, with admission.
 
 mod balancers;
 mod books;
+mod calls;
 mod drain;
 mod endings;
 mod fleet;
