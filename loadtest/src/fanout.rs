@@ -127,7 +127,8 @@ pub fn settings(redis: Option<&Redis>) -> Vec<(&'static str, String)> {
     let mut settings = vec![
         ("GATEWAY_ACCEPT_BURST", "1000000".to_owned()),
         ("GATEWAY_ACCEPT_RATE", "1000000".to_owned()),
-        ("GATEWAY_HANDSHAKES", "8192".to_owned()),
+        // More than ever are under way here; what is kept for them is lost to sessions.
+        ("GATEWAY_HANDSHAKES", "512".to_owned()),
         ("GATEWAY_ANONYMOUS_CHANNELS", "*".to_owned()),
         // The pings of thousands would count as cost of the events between them.
         ("GATEWAY_HEARTBEAT", "10m".to_owned()),

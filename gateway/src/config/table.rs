@@ -225,7 +225,7 @@ const PROCESS: &[Variable] = &[
         "GATEWAY_NODE",
         Kind::Text("1 to 64 bytes of A-Z a-z 0-9 _ - ."),
         Nothing("host name + random"),
-        "this node's name in the fleet; random at its end, so that a restarted host is a new node",
+        "this node's name in the fleet, one of its own for each; random at its end, so that a restarted host is a new node",
     ),
     var(
         "GATEWAY_LOG",
@@ -308,7 +308,7 @@ const CREDENTIALS: &[Variable] = &[
         "GATEWAY_ALLOWED_ORIGINS",
         Kind::List("origins such as https://app.example or http://localhost:3000 (or * alone)"),
         Nothing("unset"),
-        "exact origins, beside the same origin, for which browsers may use this gateway; `*` is refused together with a cookie",
+        "exact origins, beside the same origin, for which browsers may use this gateway; while unset, a page of another origin gets no event stream; `*` is refused together with a cookie",
     ),
     var(
         "GATEWAY_AUTH_TIMEOUT",
@@ -400,7 +400,7 @@ const ADMISSION: &[Variable] = &[
         "GATEWAY_HANDSHAKES",
         count(1, 1_000_000),
         Value("1024"),
-        "in flight from accept to the answer's head; bounds memory in a storm",
+        "in flight from accept to the answer's head; bounds memory in a storm; lowered with `GATEWAY_MAX_SESSIONS` where the descriptor limit allows fewer",
     ),
     var("GATEWAY_HEAD_TIMEOUT", TIME, Value("5s"), "until a request's head must have come"),
     var(
@@ -420,7 +420,7 @@ const ADMISSION: &[Variable] = &[
         "GATEWAY_SSE_REFUSE",
         Kind::Choice(&["auto", "status", "soft"]),
         Value("auto"),
-        "a temporary refusal of an SSE request: `soft` is a 200 with `retry:` and `bye`, since a native EventSource gives up on any other status; `auto`: soft without an `Authorization` header",
+        "a temporary refusal of an SSE request: `soft` is a 200 with `retry:` and `bye`, since a native EventSource gives up on any other status; `auto`: soft without an `Authorization` header; `status` behind an nginx that tries a second node, as `deploy/nginx.conf` does",
     ),
     var(
         "GATEWAY_WS_REFUSE",
@@ -435,7 +435,7 @@ const SESSIONS: &[Variable] = &[
         "GATEWAY_MAX_SESSIONS",
         count(1, 10_000_000),
         Value("40000"),
-        "this node's capacity and its weight in the fleet; lowered to what the descriptor limit allows, with a warning",
+        "this node's capacity and its weight in the fleet; lowered to what the descriptor limit allows (the soft one is raised to the hard one before), with a warning",
     ),
     var(
         "GATEWAY_MAX_SESSIONS_PER_USER",
@@ -558,7 +558,12 @@ const FLEET: &[Variable] = &[
     ),
     var("GATEWAY_SHED_INTERVAL", TIME, Value("5s"), "between two decisions"),
     var("GATEWAY_FLEET_REPORT", TIME, Value("5s"), "between two reports of this node"),
-    var("GATEWAY_FLEET_TTL", TIME, Value("20s"), "after which a silent node no longer counts"),
+    var(
+        "GATEWAY_FLEET_TTL",
+        TIME,
+        Value("20s"),
+        "after which a silent node no longer counts, nor the places of its users",
+    ),
 ];
 
 const ADMIN: &[Variable] = &[
