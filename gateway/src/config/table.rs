@@ -308,7 +308,7 @@ const CREDENTIALS: &[Variable] = &[
         "GATEWAY_ALLOWED_ORIGINS",
         Kind::List("origins such as https://app.example or http://localhost:3000 (or * alone)"),
         Nothing("unset"),
-        "exact origins, beside the same origin, for which browsers may use this gateway; while unset, a page of another origin gets no event stream; `*` is refused together with a cookie",
+        "exact origins, beside the same origin, for which browsers may use this gateway; while unset, a page of another origin gets no event stream; `*` means pages without a name (`null`, `file://`) too, and is refused together with a cookie",
     ),
     var(
         "GATEWAY_AUTH_TIMEOUT",
