@@ -13,10 +13,13 @@ use crate::testing::items;
 
 use super::*;
 
-const N_ROUNDS: usize = 150;
+const N_ROUNDS: usize = 200;
 /// Events that are made before each round, so that they come as fast as they can: from shortly before the
 /// moment in question until some time after it.
-const N_READY: usize = 800;
+const N_READY: usize = 200;
+
+/// One test at a time: two threads that race need two processors.
+static ALONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 /// When events are delivered.
 #[derive(Default)]
@@ -139,6 +142,7 @@ fn data(line: &str) -> Option<Value> {
 /// Has `act` done over and over, which opens the gate right before that of which something is said; `b` is
 /// there anew each time.
 async fn amid_events(answer: &str, act: impl Fn(&Node, &Open, &Gate)) {
+    let _alone = ALONE.lock().await;
     let gate = Arc::new(Gate::default());
     let node = Arc::new(Testing::new(0).node_extended("n", Plugins::new().with(gate.clone())).await);
     let identity = node.hub.verifier.verify(&token(&json!({"channels": ["a"]})), BEGINNING).unwrap();
@@ -176,7 +180,7 @@ fn asked(node: &Node, open: &Open, channel: &str, wish: Wish) {
 #[tokio::test]
 async fn no_answer_of_a_channel_that_is_held_already_carries_an_id_below_an_event_before_it() {
     let held = |node: &Node, open: &Open, gate: &Gate| {
-        asked(node, open, "a", Wish::Join(Since::Now));
+        (0..8).for_each(|_| asked(node, open, "a", Wish::Join(Since::Now)));
         gate.open();
     };
     amid_events("ok a", held).await;
