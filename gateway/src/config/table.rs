@@ -335,7 +335,7 @@ const REVOCATION: &[Variable] = &[
         "GATEWAY_REVOCATION_UNAVAILABLE",
         Kind::Choice(&["refuse", "allow"]),
         Value("refuse"),
-        "what a new session gets while Redis cannot answer: 503, or admission that is checked as soon as Redis is back",
+        "what a new session, and a new token in an open one, gets while Redis cannot answer: a refusal for now (503), or admission that is checked as soon as Redis is back",
     ),
     var(
         "GATEWAY_REVOCATION_TTL",
