@@ -23,10 +23,12 @@ use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
+mod readiness;
 mod vitals;
 mod workers;
 
-pub use vitals::{Link, ProbeConfig, Readiness, Reason, TICK, Vitals, WINDOW};
+pub use readiness::{Readiness, Reason};
+pub use vitals::{Link, ProbeConfig, TICK, Vitals, WINDOW};
 
 /// Connections answered at once; more wait in the kernel's queue. A prober, a scraper, a person:
 /// this leaves room for those that hang.

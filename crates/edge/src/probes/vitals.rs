@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use hub::hub::Phase;
 use hub::telemetry::{Metrics, process};
-use serde::{Serialize, Serializer};
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
+use super::readiness::{Readiness, Reason};
 use super::workers::{Pool, Still, Workers};
 
 /// Time between two heartbeats: a hundred samples a window make a 99th percentile. Measured: 20 ms
@@ -60,72 +60,6 @@ pub enum Link {
     Down,
     /// It stands, but the node's own beacons do not come back.
     Deaf,
-}
-
-/// Why a node is not ready.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
-pub enum Reason {
-    Starting,
-    Draining,
-    AtCapacity,
-    Saturated,
-    PubsubDown,
-    PubsubDeaf,
-    FdLow,
-}
-
-impl Reason {
-    /// Every reason, in the order in which they are told.
-    pub const ALL: [Reason; 7] = [
-        Reason::Starting,
-        Reason::Draining,
-        Reason::AtCapacity,
-        Reason::Saturated,
-        Reason::PubsubDown,
-        Reason::PubsubDeaf,
-        Reason::FdLow,
-    ];
-
-    /// The word in `/readyz` and the label of `gateway_unready`.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Reason::Starting => "starting",
-            Reason::Draining => "draining",
-            Reason::AtCapacity => "at_capacity",
-            Reason::Saturated => "saturated",
-            Reason::PubsubDown => "pubsub_down",
-            Reason::PubsubDeaf => "pubsub_deaf",
-            Reason::FdLow => "fd_low",
-        }
-    }
-
-    fn bit(self) -> u8 {
-        1 << self as u8
-    }
-}
-
-impl Serialize for Reason {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(self.word())
-    }
-}
-
-/// The body of `/readyz`.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Readiness {
-    /// No reason speaks against it.
-    pub ready: bool,
-    /// The phase's word.
-    pub phase: &'static str,
-    /// What speaks against it.
-    pub reasons: Vec<Reason>,
-    /// Open now.
-    pub sessions: usize,
-    /// At most so many.
-    pub capacity: usize,
-    /// 99th percentile of the heartbeat's lateness over the last 10 to 20 s.
-    pub lag_p99_ms: u64,
 }
 
 /// What probes may know of the node. Every read is an atomic load.
